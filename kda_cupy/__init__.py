@@ -1,0 +1,42 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Decode kernels for Kimi Delta Attention and Gated DeltaNet, compiled at run time by CuPy.
+
+``import kda_cupy`` imports neither CuPy nor CUDA: that happens when the first CUDA array comes in.
+"""
+
+from kda_cupy.checks import check_state, is_valid_state
+from kda_cupy.errors import (
+    BridgeError,
+    CompileError,
+    DeviceError,
+    KdaError,
+    NoGpuError,
+    OperandError,
+    PoolExhausted,
+    SlotError,
+)
+from kda_cupy.guard import check_errors
+from kda_cupy.launch import BoundCall, bind
+from kda_cupy.ops.packed_decode import gdn_packed_decode, kda_packed_decode
+from kda_cupy.pool import StatePool
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "BoundCall",
+    "BridgeError",
+    "CompileError",
+    "DeviceError",
+    "KdaError",
+    "NoGpuError",
+    "OperandError",
+    "PoolExhausted",
+    "SlotError",
+    "StatePool",
+    "bind",
+    "check_errors",
+    "check_state",
+    "gdn_packed_decode",
+    "is_valid_state",
+    "kda_packed_decode",
+]

@@ -1,0 +1,125 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a check may know of an array: metadata, never values.
+
+NumPy and CuPy arrays have the same attributes, so every check runs, and is tested, on a machine without a GPU.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Final, NamedTuple
+
+import numpy as np
+
+HOST: Final = -1
+#: No kernel loads more than 16 bytes at once, so no check asks for more alignment than this.
+MAX_ALIGNMENT: Final = 16
+
+
+class ArrayInfo(NamedTuple):
+    """Metadata of one array, without the address, so that a layout that passed once is known to pass again."""
+
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    """Bytes, not elements."""
+    dtype: np.dtype[Any]
+    device: int
+    """Number of the GPU, or -1 for host memory."""
+    misalignment: int
+    """Address modulo 16 bytes."""
+    writeable: bool = True
+
+    @property
+    def rank(self) -> int:
+        return len(self.shape)
+
+    @property
+    def size(self) -> int:
+        """Number of elements."""
+        size = 1
+        for length in self.shape:
+            size *= length
+        return size
+
+    def stride(self, axis: int) -> int:
+        """Stride of an axis in elements (check_strides has seen that it is a whole number)."""
+        return self.strides[axis] // self.dtype.itemsize
+
+    @property
+    def is_contiguous(self) -> bool:
+        """True if the elements lie in C order without gaps. Axes of length 1 may have any stride."""
+        expected = self.dtype.itemsize
+        for length, stride in zip(reversed(self.shape), reversed(self.strides), strict=True):
+            if length != 1 and stride != expected:
+                return self.size == 0
+            expected *= length
+        return True
+
+    @property
+    def is_contiguous_in_last(self) -> bool:
+        """True if neighbours on the last axis are neighbours in memory."""
+        return self.rank > 0 and (self.shape[-1] <= 1 or self.strides[-1] == self.dtype.itemsize)
+
+    @property
+    def span_bytes(self) -> int:
+        """Bytes from the first element to the end of the last one; 0 if there are none."""
+        if self.size == 0:
+            return 0
+        steps = (length - 1 for length in self.shape)
+        return sum(n * s for n, s in zip(steps, self.strides, strict=True)) + self.dtype.itemsize
+
+    @property
+    def place(self) -> str:
+        """Where it lives, in words."""
+        return "host memory" if self.device == HOST else f"cuda:{self.device}"
+
+
+def is_numpy(array: object) -> bool:
+    """True for a NumPy array."""
+    return isinstance(array, np.ndarray)
+
+
+def is_cupy(array: object) -> bool:
+    """True for a CuPy array. Does not import CuPy: without it nobody can have made one."""
+    kind = type(array)
+    return kind.__name__ == "ndarray" and kind.__module__.partition(".")[0] == "cupy"
+
+
+def describe(array: Any) -> tuple[ArrayInfo, int]:
+    """Return the metadata of a NumPy or CuPy array, and its address."""
+    if isinstance(array, np.ndarray):
+        pointer = array.__array_interface__["data"][0]
+        writeable = array.flags.writeable
+        return ArrayInfo(array.shape, array.strides, array.dtype, HOST, pointer % MAX_ALIGNMENT, writeable), pointer
+    memory = array.data
+    pointer = memory.ptr
+    return (
+        ArrayInfo(array.shape, array.strides, array.dtype, memory.device_id, pointer % MAX_ALIGNMENT),
+        pointer,
+    )
+
+
+def shares_memory(info: ArrayInfo, pointer: int, other: ArrayInfo, other_pointer: int) -> bool:
+    """True if the two arrays have a byte in common.
+
+    Exact, also for views that interleave without touching (a padded pool whose gaps hold something else).
+    """
+    if pointer + info.span_bytes <= other_pointer or other_pointer + other.span_bytes <= pointer:
+        return False
+    if info.device != other.device or not (info.size and other.size):
+        return False
+    return bool(np.shares_memory(_shadow(info, pointer), _shadow(other, other_pointer)))
+
+
+def _shadow(info: ArrayInfo, pointer: int) -> Any:
+    """A NumPy view of the same addresses; its memory is never read, it may be a GPU's."""
+
+    class Shadow:
+        __array_interface__ = {  # noqa: RUF012  (a protocol attribute, not shared state)
+            "version": 3,
+            "shape": info.shape,
+            "strides": info.strides,
+            "typestr": f"|V{info.dtype.itemsize}",
+            "data": (pointer, True),
+        }
+
+    return np.asarray(Shadow())

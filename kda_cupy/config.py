@@ -1,0 +1,98 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What changes the machine code, one frozen object per kernel: it is the key of the module cache.
+
+Sizes that only change the grid or an offset (batch, heads, pool slots, strides, scale) stay out of it, so that
+nothing recompiles when traffic changes.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+from kda_cupy.dtypes import C_NAMES
+
+
+class KernelConfig(Protocol):
+    """What the module cache needs to know of a kernel. Implementations are hashable."""
+
+    @property
+    def source(self) -> str:
+        """File name under kernels/."""
+
+    @property
+    def entry(self) -> str:
+        """Name of the ``extern "C"`` function in it."""
+
+    @property
+    def variant(self) -> str:
+        """What a person calls it: shown by ``bind(...)`` and the benchmark."""
+
+    def defines(self) -> tuple[str, ...]:
+        """Compiler options. Every macro begins with ``KDA_``: short names break NVRTC's own headers."""
+
+
+@dataclass(frozen=True, slots=True)
+class PackedDecodeConfig:
+    """kernels/packed_decode.cu. The dtypes are names such as ``"bfloat16"``."""
+
+    per_key_gate: bool
+    """True for KDA (a gate per key channel), False for GDN (a gate per head)."""
+    bounded: bool
+    K: int
+    V: int
+    activation: str
+    a: str
+    b: str
+    A_log: str
+    dt_bias: str
+    params_bytes: int
+    """Size of the parameter struct on the host; the kernel refuses to compile if it counts otherwise."""
+
+    @property
+    def source(self) -> str:
+        return "packed_decode.cu"
+
+    @property
+    def entry(self) -> str:
+        return "packed_decode"
+
+    @property
+    def variant(self) -> str:
+        op = "kda" if self.per_key_gate else "gdn"
+        gate = "bounded" if self.bounded else "softplus"
+        return f"{self.entry}[{op},{gate},K{self.K},V{self.V},{self.activation}]"
+
+    def defines(self) -> tuple[str, ...]:
+        return (
+            f"-DKDA_PER_KEY_GATE={self.per_key_gate:d}",
+            f"-DKDA_BOUNDED={self.bounded:d}",
+            f"-DKDA_K={self.K}",
+            f"-DKDA_V={self.V}",
+            f"-DKDA_ACTIVATION={C_NAMES[self.activation]}",
+            f"-DKDA_A={C_NAMES[self.a]}",
+            f"-DKDA_B={C_NAMES[self.b]}",
+            f"-DKDA_A_LOG={C_NAMES[self.A_log]}",
+            f"-DKDA_DT_BIAS={C_NAMES[self.dt_bias]}",
+            f"-DKDA_PARAMS_BYTES={self.params_bytes}",
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class YardstickConfig:
+    """kernels/yardstick.cu: what a kernel that only moves the state would take."""
+
+    @property
+    def source(self) -> str:
+        return "yardstick.cu"
+
+    @property
+    def entry(self) -> str:
+        return "read_write"
+
+    @property
+    def variant(self) -> str:
+        return "yardstick[RW]"
+
+    def defines(self) -> tuple[str, ...]:
+        return ()

@@ -1,0 +1,112 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The note that a kernel leaves when it meets an index it must not follow. Mirrors kernels/guard.cuh.
+
+Nothing on the launch path may read a device value on the host, so an out-of-range slot cannot raise where it is
+passed. The kernel treats the row as padding and records the first such row; :func:`check_errors` raises it.
+There is one record per GPU, and one for the NumPy backend, which follows the same rule.
+"""
+
+from __future__ import annotations
+
+import threading
+from typing import Any, Final
+
+import numpy as np
+
+from kda_cupy.arrays import HOST
+from kda_cupy.errors import KdaError, error
+
+#: Names behind the numbers in a record; a kernel is told its operation's number, and knows its operands'.
+OPERATIONS: Final = ("gdn_packed_decode", "kda_packed_decode")
+OPERANDS: Final = ("ssm_state_indices",)
+
+RECORD: Final = np.dtype(
+    [
+        ("count", np.uint64),
+        ("claimed", np.uint32),
+        ("operation", np.int32),
+        ("operand", np.int32),
+        ("reserved", np.int32),
+        ("row", np.int64),
+        ("value", np.int64),
+        ("limit", np.int64),
+    ]
+)
+
+_records: dict[int, Any] = {}
+_lock = threading.Lock()
+
+
+def record_on(device: int) -> Any:
+    """The record of a device (a 48-byte CuPy array; allocated at the first call), or the host's NumPy one."""
+    record = _records.get(device)
+    if record is None:
+        with _lock:
+            record = _records.get(device)
+            if record is None:
+                record = _records[device] = _allocate(device)
+    return record
+
+
+def _allocate(device: int) -> Any:
+    if device == HOST:
+        return np.zeros((), RECORD)
+    import cupy
+
+    with cupy.cuda.Device(device):
+        record = cupy.zeros(RECORD.itemsize, np.uint8)
+        cupy.cuda.get_current_stream().synchronize()  # other streams may be the first to write to it
+    return record
+
+
+def record_on_host(operation: int, operand: int, row: int, value: int, limit: int) -> None:
+    """Note one refused row of the NumPy backend."""
+    record = record_on(HOST)
+    with _lock:
+        record["count"] += 1
+        if not record["claimed"]:
+            for name, number in (("claimed", 1), ("operation", operation), ("operand", operand)):
+                record[name] = number
+            record["row"], record["value"], record["limit"] = row, value, limit
+
+
+def check_errors(device: int | None = None) -> None:
+    """Raise :class:`SlotError` if a launch met a slot outside its pool since the last call.
+
+    Waits for all work on the device (``device=-1``: the NumPy backend; default: everywhere that was used) and
+    clears the record. Those rows read and wrote no state, and their outputs are zero.
+    """
+    for number in sorted(_records) if device is None else [device]:
+        if number in _records:
+            found = _take(number)
+            if found is not None:
+                raise found
+
+
+def _take(device: int) -> KdaError | None:
+    record = _records[device]
+    if device == HOST:
+        with _lock:
+            note = record.copy()
+            record[...] = np.zeros((), RECORD)
+    else:
+        import cupy
+
+        with cupy.cuda.Device(device) as current:
+            current.synchronize()
+            note = cupy.asnumpy(record).view(RECORD)[0]
+            if note["count"]:
+                record.fill(0)
+                cupy.cuda.get_current_stream().synchronize()
+    if not note["count"]:
+        return None
+    others = int(note["count"]) - 1
+    return error(
+        "KDA-VALUE-SLOT-RANGE",
+        operand=OPERANDS[note["operand"]],
+        got=f"slot {note['value']} in {OPERATIONS[note['operation']]} on "
+        f"{'the NumPy backend' if device == HOST else f'cuda:{device}'}"
+        + (f", and {others} more such row{'s' if others > 1 else ''}" if others else ""),
+        row=int(note["row"]),
+        last=int(note["limit"]) - 1,
+    )

@@ -1,0 +1,111 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Compiled kernels, one per (configuration, device). The only place that makes a ``cupy.RawModule``."""
+
+from __future__ import annotations
+
+import threading
+from dataclasses import dataclass
+from typing import Any
+
+from kda_cupy import sources
+from kda_cupy.config import KernelConfig
+from kda_cupy.errors import CompileError, error
+
+OPTIONS = ("--std=c++17",)
+"""Beside the configuration's macros. CuPy adds ``-arch`` for the device at hand and ``-ftz=true``."""
+
+
+@dataclass(frozen=True, slots=True)
+class Kernel:
+    """A compiled kernel on one device."""
+
+    function: Any
+    """cupy.RawKernel: ``function(grid, block, args)`` launches on the current stream of the current device."""
+    variant: str
+    registers: int
+    """Per thread."""
+    local_bytes: int
+    """Per thread; anything but 0 is a spill, and a bug of ours."""
+    source_digest: str
+
+
+_kernels: dict[tuple[KernelConfig, int], Kernel] = {}
+_lock = threading.Lock()
+
+
+def get_kernel(config: KernelConfig, device: int) -> Kernel:
+    """The kernel of a configuration on a device, compiled at the first call (or taken from CuPy's disk cache).
+
+    Raises CompileError (KDA-COMPILER-HEADERS, -ARCH or -COMPILE) with what to do.
+    """
+    key = (config, device)
+    kernel = _kernels.get(key)
+    if kernel is None:
+        with _lock:
+            kernel = _kernels.get(key)
+            if kernel is None:
+                kernel = _kernels[key] = _compile(config, device)
+    return kernel
+
+
+def _compile(config: KernelConfig, device: int) -> Kernel:
+    import cupy
+
+    with cupy.cuda.Device(device):
+        module = cupy.RawModule(code=sources.flatten(config.source), options=OPTIONS + config.defines())
+        try:
+            function = module.get_function(config.entry)
+            registers, local_bytes = function.num_regs, function.local_size_bytes
+        except Exception as cause:
+            raise _explain(cause, config, device) from cause
+    return Kernel(function, config.variant, registers, local_bytes, sources.digest(config.source))
+
+
+def _explain(cause: Exception, config: KernelConfig, device: int) -> Exception:
+    """Turn what CuPy or NVRTC raised into a page of the catalogue; what is not theirs stays as it is."""
+    import cupy
+
+    text = str(cause)
+    kind = type(cause).__name__
+    if kind not in ("CompileException", "NVRTCError", "CUDADriverError", "CUDARuntimeError", "RuntimeError"):
+        return cause
+    where = _machine(device)
+    if "invalid value for --gpu-architecture" in text or "NVRTC_ERROR_INVALID_OPTION" in text:
+        return error("KDA-COMPILER-ARCH", got=where)
+    if "cannot open source file" in text or "Failed to auto-detect CUDA" in text or "headers" in text:
+        return error("KDA-COMPILER-HEADERS", got=_first_error(text) or text.strip().splitlines()[0])
+    if isinstance(cause, cupy.cuda.compiler.CompileException):
+        first = _first_error(text) or text.strip().splitlines()[0]
+        made = error("KDA-COMPILER-COMPILE", got=f"`{first}` on {where}", variant=config.variant)
+        made.add_note(_listing(first, config.source))
+        return made
+    return CompileError(f"{config.variant} could not be loaded on {where}: {text}", code="KDA-COMPILER-COMPILE")
+
+
+def _first_error(log: str) -> str:
+    return next((line.strip() for line in log.splitlines() if "error" in line.lower()), "")
+
+
+def _listing(first_error: str, source: str, around: int = 3) -> str:
+    """The lines of the kernel file around ``name.cu(LINE): error``, numbered."""
+    name, _, rest = first_error.partition("(")
+    number = rest.partition(")")[0]
+    if not number.isdigit():
+        return f"compiling kernels/{source}"
+    lines = sources.read_kernel(name).splitlines()
+    start = max(int(number) - around, 1)
+    shown = lines[start - 1 : int(number) + around]
+    return "\n".join(f"{'>' if i == int(number) else ' '} {i:4d}  {line}" for i, line in enumerate(shown, start))
+
+
+def _machine(device: int) -> str:
+    """Capability, NVRTC and driver: what decides whether a kernel can be compiled."""
+    import cupy
+
+    capability = cupy.cuda.Device(device).compute_capability
+    nvrtc = ".".join(map(str, cupy.cuda.nvrtc.getVersion()))
+    driver = cupy.cuda.runtime.driverGetVersion()
+    return (
+        f"compute capability {capability[:-1]}.{capability[-1]}, NVRTC {nvrtc}, "
+        f"driver for CUDA {driver // 1000}.{driver % 1000 // 10}"
+    )

@@ -1,0 +1,580 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``gdn_packed_decode`` and ``kda_packed_decode``: one token per row, packed projections, state in place.
+
+The maths stands in kernels/packed_decode.cu and, one formula a line, in kda_cupy/reference/truth.py. This file is
+the host's side: which operands are refused and in which order, and what the kernel is told about the others.
+"""
+
+from __future__ import annotations
+
+import struct
+from dataclasses import dataclass
+from functools import cached_property, lru_cache, partial
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from kda_cupy import bridge, guard
+from kda_cupy.arrays import HOST, ArrayInfo, describe
+from kda_cupy.checks import (
+    as_float,
+    check_contiguous,
+    check_contiguous_last,
+    check_dtype,
+    check_no_overlap,
+    check_one_place,
+    check_state_layout,
+    check_strides,
+    shape_text,
+    strides_text,
+)
+from kda_cupy.config import PackedDecodeConfig
+from kda_cupy.dtypes import BFLOAT16, FLOAT32, FLOATS, INDICES, INT64
+from kda_cupy.errors import error
+from kda_cupy.launch import BoundCall, Call, HostCall, Launch, grid_over_rows, register_binder
+from kda_cupy.modules import Kernel, get_kernel
+from kda_cupy.reference import batched
+
+GDN, KDA = "gdn_packed_decode", "kda_packed_decode"
+
+
+class Operands(NamedTuple):
+    """The arrays, in the order of the signature; ``A_log`` and ``out`` may be None."""
+
+    mixed_qkv: Any
+    a: Any
+    b: Any
+    A_log: Any
+    dt_bias: Any
+    initial_state: Any
+    ssm_state_indices: Any
+    out: Any
+
+
+WRITTEN = ("initial_state", "out")
+
+
+class Options(NamedTuple):
+    """The host scalars, as they were passed."""
+
+    scale: Any = None
+    lower_bound: Any = None
+    use_qk_l2norm_in_kernel: Any = True
+    allow_neg_eigval: Any = False
+    null_index: Any = -1
+    validate: Any = "metadata"
+
+
+class PackedDecodeParams(NamedTuple):
+    """The parameter struct of kernels/packed_decode.cu, field by field. Strides in elements."""
+
+    mixed_qkv: int
+    a: int
+    b: int
+    A_log: int
+    dt_bias: int
+    state: int
+    indices: int
+    out: int
+    errors: int
+    qkv_stride: int
+    a_stride: int
+    b_stride: int
+    slot_stride: int
+    index_stride: int
+    slots: int
+    batch: int
+    value_heads: int
+    key_heads: int
+    null_index: int
+    index_is_64bit: int
+    normalize_qk: int
+    vector_qkv: int
+    vector_a: int
+    vector_dt_bias: int
+    scale: float
+    lower_bound: float
+    beta_scale: float
+    operation: int
+
+
+_ADDRESSES = struct.Struct("<9Q")
+_REST = struct.Struct("<7q8i3fi")
+_PARAMS_BYTES = _ADDRESSES.size + _REST.size
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What the metadata of the operands and the options decide; the same for every call that looks alike."""
+
+    B: int
+    H: int
+    HV: int
+    K: int
+    V: int
+    slots: int
+    device: int
+    config: PackedDecodeConfig
+    rest: bytes
+    """The parameter struct behind the addresses."""
+    scale: float
+    lower_bound: float | None
+    normalize_qk: bool
+    beta_scale: float
+    null_index: int
+    validate_fully: bool
+
+    @cached_property
+    def kernel(self) -> Kernel:
+        return get_kernel(self.config, self.device)
+
+    @cached_property
+    def grid(self) -> tuple[int, int, int]:
+        blocks = self.HV * tiles_per_head(self.K, self.V)
+        return grid_over_rows(blocks, self.B) if self.B else (blocks, 0, 0)
+
+    @property
+    def out_shape(self) -> tuple[int, int, int, int]:
+        return (self.B, 1, self.HV, self.V)
+
+    @property
+    def bytes_moved(self) -> int:
+        return bytes_moved(self.B, self.H, self.HV, self.K, self.V, self.config)
+
+
+def tiles_per_head(K: int, V: int) -> int:
+    """Blocks a head is split into: 8 value rows each, or 16 where half a warp spans a row (K <= 64)."""
+    rows = 16 if K <= 64 else 8
+    return -(-V // rows)
+
+
+def bytes_moved(B: int, H: int, HV: int, K: int, V: int, config: PackedDecodeConfig) -> int:
+    """Bytes that B live rows must move through memory, each operand once.
+
+    ``B * (2 * HV*V*K * 4  +  (2*H*K + HV*V) * act  +  gates * a  +  HV * b  +  HV*V * act  +  4)``
+
+    State read and written (fp32), packed row, raw gates (HV*K for KDA, HV for GDN), raw beta, output, slot index.
+    A_log and dt_bias are shared by the rows and not counted.
+    """
+    size = {"bfloat16": 2, "float16": 2, "float32": 4}
+    gates = HV * K if config.per_key_gate else HV
+    activations = (2 * H * K + HV * V + HV * V) * size[config.activation]
+    return B * (2 * HV * V * K * 4 + activations + gates * size[config.a] + HV * size[config.b] + 4)
+
+
+@lru_cache(maxsize=1024)
+def check(operation: str, infos: Operands, options: Options) -> Plan:
+    """Check everything that metadata can show, in the documented order, and plan the launch.
+
+    ``infos`` holds an ArrayInfo in place of each array. Raises OperandError or DeviceError; the plan of operands
+    that look the same as earlier ones is remembered.
+    """
+    per_key = operation == KDA
+    x, a, b, A_log, dt_bias, state, indices, out = infos
+    named: dict[str, ArrayInfo] = {name: info for name, info in infos._asdict().items() if info is not None}
+
+    _check_ranks_and_contiguity(per_key, x, a, b, A_log, dt_bias, indices, out)
+    check_one_place(named, "KDA-PACKED-DEVICES")
+    _check_dtypes(x, a, b, A_log, dt_bias, state, indices, out)
+    for name, info in named.items():
+        check_strides(name, info)
+
+    B = x.shape[0]
+    if not B == a.shape[0] == b.shape[0]:
+        raise error("KDA-PACKED-BATCH", operand="mixed_qkv", x=B, a=a.shape[0], b=b.shape[0])
+    if indices.shape != (B,):
+        raise error("KDA-PACKED-INDICES-SHAPE", operand="ssm_state_indices", came=indices.shape, expected=(B,))
+
+    if state.rank != 4:
+        raise error(
+            "KDA-STATE-RANK", operand="initial_state", got=f"shape {shape_text(state.shape)}", rank=state.rank
+        )
+    check_contiguous_last("KDA-STATE-CONTIGUOUS", "initial_state", state)
+    check_state_layout("initial_state", state)
+    slots, HV, V, K = state.shape
+
+    _check_gate_shapes(per_key, HV, K, a, b, A_log, dt_bias)
+    if out is not None and out.shape != (B, 1, HV, V):
+        raise error("KDA-PACKED-OUT-SHAPE", operand="out", expected=(B, 1, HV, V), came=out.shape)
+    H = _heads(x.shape[1], HV, V, K)
+
+    scale, lower_bound = _check_options(options, K, A_log)
+    for name, info in (("initial_state", state), ("out", out)):
+        if info is not None and not info.writeable:
+            raise error("KDA-ARRAY-READ-ONLY", operand=name)
+
+    vector_bytes = 4 * x.dtype.itemsize
+    params = PackedDecodeParams(
+        *(0,) * 9,
+        qkv_stride=x.stride(0),
+        a_stride=a.stride(0),
+        b_stride=b.stride(0),
+        slot_stride=state.stride(0),
+        index_stride=indices.stride(0),
+        slots=slots,
+        batch=B,
+        value_heads=HV,
+        key_heads=H,
+        null_index=int(options.null_index),
+        index_is_64bit=indices.dtype == INT64,
+        normalize_qk=bool(options.use_qk_l2norm_in_kernel),
+        vector_qkv=x.misalignment % vector_bytes == 0 and x.strides[0] % vector_bytes == 0,
+        vector_a=a.misalignment % (4 * a.dtype.itemsize) == 0 and a.strides[0] % (4 * a.dtype.itemsize) == 0,
+        vector_dt_bias=dt_bias.misalignment % (4 * dt_bias.dtype.itemsize) == 0,
+        scale=scale,
+        lower_bound=lower_bound if lower_bound is not None else 0.0,
+        beta_scale=2.0 if options.allow_neg_eigval else 1.0,
+        operation=guard.OPERATIONS.index(operation),
+    )
+    return Plan(
+        B=B,
+        H=H,
+        HV=HV,
+        K=K,
+        V=V,
+        slots=slots,
+        device=x.device,
+        config=PackedDecodeConfig(
+            per_key_gate=per_key,
+            bounded=lower_bound is not None,
+            K=K,
+            V=V,
+            activation=x.dtype.name,
+            a=a.dtype.name,
+            b=b.dtype.name,
+            A_log=A_log.dtype.name if A_log is not None else "float32",
+            dt_bias=dt_bias.dtype.name,
+            params_bytes=_PARAMS_BYTES,
+        ),
+        rest=_REST.pack(*params[9:]),
+        scale=scale,
+        lower_bound=lower_bound,
+        normalize_qk=bool(options.use_qk_l2norm_in_kernel),
+        beta_scale=params.beta_scale,
+        null_index=params.null_index,
+        validate_fully=options.validate == "full",
+    )
+
+
+def _check_ranks_and_contiguity(
+    per_key: bool,
+    x: ArrayInfo,
+    a: ArrayInfo,
+    b: ArrayInfo,
+    A_log: ArrayInfo | None,
+    dt_bias: ArrayInfo,
+    indices: ArrayInfo,
+    out: ArrayInfo | None,
+) -> None:
+    if x.rank != 2:
+        raise error("KDA-PACKED-QKV-RANK", operand="mixed_qkv", got=f"shape {shape_text(x.shape)}")
+    check_contiguous_last("KDA-PACKED-QKV-CONTIGUOUS", "mixed_qkv", x)
+    for name, info in (("a", a), ("b", b)):
+        if info.rank != 2:
+            axes = "[B, HV*K]" if per_key and name == "a" else "[B, HV]"
+            raise error("KDA-PACKED-AB-RANK", operand=name, got=f"shape {shape_text(info.shape)}", axes=axes)
+    for name, info in (("a", a), ("b", b)):
+        check_contiguous_last("KDA-PACKED-AB-CONTIGUOUS", name, info)
+    if dt_bias.rank not in ((1, 2) if per_key else (1,)):
+        axes = "[HV*K] or [HV, K]" if per_key else "[HV]"
+        raise error("KDA-PACKED-GATE-RANK", operand="dt_bias", got=f"shape {shape_text(dt_bias.shape)}", axes=axes)
+    for name, gate in (("A_log", A_log), ("dt_bias", dt_bias)):
+        if gate is not None:
+            check_contiguous("KDA-PACKED-GATE-CONTIGUOUS", name, gate)
+    if indices.rank != 1:
+        raise error(
+            "KDA-PACKED-INDICES-RANK",
+            operand="ssm_state_indices",
+            got=f"shape {shape_text(indices.shape)}",
+            rank=indices.rank,
+        )
+    if out is not None:
+        check_contiguous("KDA-PACKED-OUT-CONTIGUOUS", "out", out)
+
+
+def _check_dtypes(
+    x: ArrayInfo,
+    a: ArrayInfo,
+    b: ArrayInfo,
+    A_log: ArrayInfo | None,
+    dt_bias: ArrayInfo,
+    state: ArrayInfo,
+    indices: ArrayInfo,
+    out: ArrayInfo | None,
+) -> None:
+    check_dtype("mixed_qkv", x, FLOATS)
+    gate_types = dict.fromkeys((x.dtype, FLOAT32))
+    check_dtype("a", a, gate_types)
+    check_dtype("b", b, gate_types)
+    if A_log is not None:
+        check_dtype("A_log", A_log, FLOATS)
+    check_dtype("dt_bias", dt_bias, FLOATS)
+    check_dtype("initial_state", state, (FLOAT32,), "KDA-STATE-DTYPE")
+    check_dtype("ssm_state_indices", indices, INDICES)
+    if out is not None:
+        check_dtype("out", out, (x.dtype,))
+    if x.device != HOST and BFLOAT16 in (x.dtype, a.dtype, b.dtype, dt_bias.dtype, A_log and A_log.dtype):
+        _check_bfloat16_support(x.device)
+
+
+@lru_cache
+def _check_bfloat16_support(device: int) -> None:
+    import cupy
+
+    capability = cupy.cuda.Device(device).compute_capability
+    if int(capability) < 80:
+        raise error("KDA-ARRAY-BF16-SUPPORT", got=f"compute capability {capability[:-1]}.{capability[-1]}")
+
+
+def _check_gate_shapes(
+    per_key: bool, HV: int, K: int, a: ArrayInfo, b: ArrayInfo, A_log: ArrayInfo | None, dt_bias: ArrayInfo
+) -> None:
+    gates = HV * K if per_key else HV
+    wanted_a = f"[B, HV*K] with HV={HV}, K={K}" if per_key else f"[B, HV] with HV={HV}"
+    for name, info, width, wanted in (("a", a, gates, wanted_a), ("b", b, HV, f"[B, HV] with HV={HV}")):
+        if info.shape[1] != width:
+            raise error("KDA-PACKED-AB-SHAPE", operand=name, shape=wanted, came=info.shape, width=width)
+    wrong_bias_axes = dt_bias.rank == 2 and dt_bias.shape != (HV, K)
+    if (A_log is not None and A_log.size != HV) or dt_bias.size != gates or wrong_bias_axes:
+        raise error(
+            "KDA-PACKED-GATE-NUMEL",
+            operand="A_log" if A_log is not None and A_log.size != HV else "dt_bias",
+            wanted_elements=f"HV={HV} and {f'HV*K={gates}' if per_key else f'HV={gates}'}",
+            came=f"{None if A_log is None else shape_text(A_log.shape)} and {shape_text(dt_bias.shape)}",
+        )
+
+
+def _heads(width: int, HV: int, V: int, K: int) -> int:
+    """H, from the width of a packed row."""
+    qk = width - HV * V
+    if qk <= 0 or qk % 2:
+        raise error("KDA-PACKED-QKV-WIDTH", operand="mixed_qkv", qk=qk, width=width, HV=HV, V=V, v_width=HV * V)
+    if qk // 2 % K:
+        raise error("KDA-PACKED-Q-WIDTH", operand="mixed_qkv", q=qk // 2, width=width, HV=HV, V=V, K=K)
+    H = qk // 2 // K
+    if HV % H:
+        raise error("KDA-PACKED-HEADS", operand="mixed_qkv", H=H, HV=HV, width=width, K=K, V=V)
+    return H
+
+
+def _check_options(options: Options, K: int, A_log: ArrayInfo | None) -> tuple[float, float | None]:
+    """Returns the scale and the lower bound as Python floats."""
+    scale = K**-0.5 if options.scale is None else as_float("KDA-VALUE-SCALE", "scale", options.scale)
+    lower_bound = options.lower_bound
+    if lower_bound is not None:
+        lower_bound = as_float("KDA-VALUE-LOWER-BOUND", "lower_bound", lower_bound)
+        if not lower_bound < 0:
+            raise error("KDA-VALUE-LOWER-BOUND", operand="lower_bound", got=repr(lower_bound))
+    elif A_log is None:
+        raise error("KDA-VALUE-A-LOG-MISSING", operand="A_log")
+    if options.null_index not in (-1, 0):
+        raise error("KDA-VALUE-NULL-INDEX", operand="null_index", got=repr(options.null_index))
+    if options.validate not in ("metadata", "full"):
+        raise error("KDA-VALUE-VALIDATE", operand="validate", got=repr(options.validate))
+    return scale, lower_bound
+
+
+def check_slots(indices: Any, slots: int, null_index: int, operand: str = "ssm_state_indices") -> None:
+    """Read the indices (this waits for the GPU) and raise SlotError for one out of range or named twice."""
+    host = indices if isinstance(indices, np.ndarray) else indices.get()
+    host = host.astype(np.int64)
+    for row in np.flatnonzero(host >= slots)[:1]:
+        raise error("KDA-VALUE-SLOT-RANGE", operand=operand, got=f"slot {host[row]}", row=int(row), last=slots - 1)
+    live = np.flatnonzero(host > null_index)
+    _, first, counts = np.unique(host[live], return_index=True, return_counts=True)
+    for twice in np.flatnonzero(counts > 1)[:1]:
+        slot = host[live[first[twice]]]
+        rows = [int(row) for row in live if host[row] == slot]
+        raise error("KDA-VALUE-SLOT-DUPLICATE", operand=operand, got=f"slot {slot} in rows {rows}")
+
+
+def prepare(operation: str, operands: Operands, options: Options) -> tuple[Call, Plan, bool]:
+    """Check and convert everything, and return what only has to be called.
+
+    Also returns the plan, and whether arrays of other libraries are involved.
+    """
+    foreign = not all(array is None or bridge.is_native(array) for array in operands)
+    native = operands
+    if foreign:
+        native = Operands(
+            *(
+                None if array is None else bridge.adopt(name, array, written=name in WRITTEN)
+                for name, array in operands._asdict().items()
+            )
+        )
+    infos, pointers = [], []
+    for name, array in zip(Operands._fields, native, strict=True):
+        if array is None:
+            if name not in ("A_log", "out"):
+                raise error("KDA-ARRAY-KIND", operand=name, got="None")
+            info, pointer = None, 0
+        else:
+            info, pointer = describe(array)
+        infos.append(info)
+        pointers.append(pointer)
+    plan = check(operation, Operands(*infos), _hashable(options))
+
+    handed, out = operands.out, native.out
+    if out is None:
+        handed, out = bridge.empty_like_caller(operands.mixed_qkv, native.mixed_qkv, plan.out_shape)
+        infos[-1], pointers[-1] = describe(out)
+    _check_overlaps(infos, pointers, own_out=operands.out is None)
+    if plan.validate_fully:
+        check_slots(native.ssm_state_indices, plan.slots, plan.null_index)
+
+    native = native._replace(out=out)
+    results = (out if handed is None else handed, operands.initial_state)
+    if plan.device == HOST:
+        return HostCall(partial(_run_on_host, operation, plan, native), results), plan, foreign
+    record = guard.record_on(plan.device)
+    parameters = np.void(_ADDRESSES.pack(*pointers, record.data.ptr) + plan.rest)
+    launch = Launch(plan.kernel, plan.device, plan.grid, (32, 1, 1), parameters, results, keep=native)
+    return launch, plan, foreign
+
+
+def _hashable(options: Options) -> Options:
+    """Options as a key: 0-d arrays become numbers here, anything stranger is left to the checks."""
+    return Options(*(value.item() if isinstance(value, np.ndarray) and value.ndim == 0 else value for value in options))
+
+
+def _check_overlaps(infos: list[ArrayInfo | None], pointers: list[int], own_out: bool) -> None:
+    present = {name: info for name, info in zip(Operands._fields, infos, strict=True) if info is not None}
+    addresses = dict(zip(Operands._fields, pointers, strict=True))
+    check_no_overlap("initial_state", present, addresses, exempt=("out",))
+    if not own_out:
+        check_no_overlap("out", present, addresses)
+
+
+def _run_on_host(operation: str, plan: Plan, native: Operands) -> None:
+    number = guard.OPERATIONS.index(operation)
+    batched.packed_decode(
+        *native,
+        per_key_gate=operation == KDA,
+        H=plan.H,
+        scale=plan.scale,
+        lower_bound=plan.lower_bound,
+        normalize_qk=plan.normalize_qk,
+        beta_scale=plan.beta_scale,
+        null_index=plan.null_index,
+        on_bad_slot=lambda row, slot: guard.record_on_host(number, 0, row, slot, plan.slots),
+    )
+
+
+def _run(operation: str, operands: Operands, options: Options) -> tuple[Any, Any]:
+    call, plan, foreign = prepare(operation, operands, options)
+    call()
+    out, state = call.results
+    if foreign:
+        bridge.after_launch(plan.device, call)
+        if operands.out is None and bridge.is_native(out):
+            out = bridge.hand_back(operands.mixed_qkv, out)
+    return out, state
+
+
+def _bind(
+    operation: str,
+    mixed_qkv: Any,
+    a: Any,
+    b: Any,
+    A_log: Any,
+    dt_bias: Any,
+    initial_state: Any,
+    ssm_state_indices: Any,
+    *,
+    out: Any = None,
+    **options: Any,
+) -> BoundCall:
+    operands = Operands(mixed_qkv, a, b, A_log, dt_bias, initial_state, ssm_state_indices, out)
+    call, plan, _ = prepare(operation, operands, Options(**options))
+    return BoundCall(call, plan.bytes_moved)
+
+
+def gdn_packed_decode(
+    mixed_qkv: Any,
+    a: Any,
+    b: Any,
+    A_log: Any,
+    dt_bias: Any,
+    initial_state: Any,
+    ssm_state_indices: Any,
+    *,
+    out: Any = None,
+    scale: Any = None,
+    lower_bound: Any = None,
+    use_qk_l2norm_in_kernel: bool = True,
+    allow_neg_eigval: bool = False,
+    null_index: int = -1,
+    validate: str = "metadata",
+) -> tuple[Any, Any]:
+    """Advance each row's sequence by one token of Gated DeltaNet (one gate per value head) and read its output.
+
+    Everything is as in :func:`kda_packed_decode`, except for the gate: ``a`` is ``[B, HV]`` and ``dt_bias`` is
+    ``[HV]``. Source of the formulas: Yang, Kautz, Hatamizadeh, "Gated Delta Networks" (arXiv 2412.06464).
+    """
+    operands = Operands(mixed_qkv, a, b, A_log, dt_bias, initial_state, ssm_state_indices, out)
+    options = Options(scale, lower_bound, use_qk_l2norm_in_kernel, allow_neg_eigval, null_index, validate)
+    return _run(GDN, operands, options)
+
+
+def kda_packed_decode(
+    mixed_qkv: Any,
+    a: Any,
+    b: Any,
+    A_log: Any,
+    dt_bias: Any,
+    initial_state: Any,
+    ssm_state_indices: Any,
+    *,
+    out: Any = None,
+    scale: Any = None,
+    lower_bound: Any = None,
+    use_qk_l2norm_in_kernel: bool = True,
+    allow_neg_eigval: bool = False,
+    null_index: int = -1,
+    validate: str = "metadata",
+) -> tuple[Any, Any]:
+    """Advance each row's sequence by one token of Kimi Delta Attention (one gate per key) and read its output.
+
+    ==================  ==========================================  ==========================  =================
+    operand             shape                                       dtype                       strides
+    ==================  ==========================================  ==========================  =================
+    mixed_qkv           [B, 2*H*K + HV*V], q of all heads, k, v     bf16, fp16, fp32            last 1, row free
+    a                   [B, HV*K], raw gate                         as mixed_qkv, or fp32       last 1, row free
+    b                   [B, HV], raw beta logit                     as mixed_qkv, or fp32       last 1, row free
+    A_log               HV elements, log decay rate, or None        fp32, bf16, fp16            contiguous
+    dt_bias             [HV*K] or [HV, K], gate bias                fp32, bf16, fp16            contiguous
+    initial_state       [P, HV, V, K]: rows V, columns K            fp32, **written in place**  slot stride free
+    ssm_state_indices   [B], slot of each row                       int32, int64                free
+    out                 [B, 1, HV, V], optional                     as mixed_qkv, **written**   contiguous
+    ==================  ==========================================  ==========================  =================
+
+    Value head ``hv`` uses q and k of head ``hv // (HV // H)``; H is inferred from the width of a row. K is a multiple
+    of 4 up to 512. The slot stride of the state is a multiple of 4 elements and its first element lies on a 16-byte
+    boundary. With ``x = a + dt_bias``, all in fp32::
+
+        g = lower_bound * sigmoid(exp(A_log) * x)       if lower_bound (a float < 0) is given; A_log=None means 0
+        g = -exp(A_log) * softplus(x)                   otherwise
+        q = q / sqrt(sum q^2 + 1e-6) * scale            scale defaults to K**-0.5
+        k = k / sqrt(sum k^2 + 1e-6)                    (use_qk_l2norm_in_kernel=False: no division)
+        S = S * exp(g);  u = sigmoid(b) * (v - S k);  S = S + u k^T;  o = S q
+                                                        (allow_neg_eigval=True: sigmoid(b) * 2)
+
+    Source of the formulas: Kimi Team, "Kimi Linear" (arXiv 2510.26692).
+
+    A slot < 0 is padding (with ``null_index=0``: a slot <= 0): its row touches no state and its output is zero. A slot
+    >= P does the same, and :func:`kda_cupy.check_errors` raises it later; ``validate="full"`` reads the indices first
+    (waiting for the GPU) and raises SlotError before anything runs, also for a slot named twice.
+
+    The arrays choose the backend: CuPy arrays, or CUDA arrays of any library with DLPack, run on the GPU, on CuPy's
+    current stream of their device, without waiting; NumPy arrays, or host arrays of other libraries, run on NumPy.
+
+    Returns ``(out, initial_state)``: ``initial_state`` is the object passed in; ``out`` too, or a new array of the type of
+    ``mixed_qkv``. Raises OperandError, DeviceError, SlotError, BridgeError, CompileError; nothing is changed then.
+    """
+    operands = Operands(mixed_qkv, a, b, A_log, dt_bias, initial_state, ssm_state_indices, out)
+    options = Options(scale, lower_bound, use_qk_l2norm_in_kernel, allow_neg_eigval, null_index, validate)
+    return _run(KDA, operands, options)
+
+
+register_binder(gdn_packed_decode, partial(_bind, GDN))
+register_binder(kda_packed_decode, partial(_bind, KDA))

@@ -1,0 +1,92 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The NumPy backend: the operations in float32, all heads of several rows at once, on machines without a GPU.
+
+It keeps the rules of the CUDA backend: state in place, padding untouched and zero, outputs rounded once, the same
+bits for a row whatever the batch around it. The last is why sums over K are ``sum(axis=-1)`` of a product (NumPy's
+order depends on the length alone) and not matrix products (whose order is the BLAS library's own affair).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+CHUNK_BYTES = 8 << 20
+"""State gathered at a time: small enough for a cache, large enough that Python does not show."""
+
+
+def _sigmoid(x: Any) -> Any:
+    with np.errstate(over="ignore"):  # exp overflows to inf, and 1 / inf is the right answer
+        return np.float32(1) / (np.float32(1) + np.exp(-x))
+
+
+def _softplus(x: Any) -> Any:
+    return np.where(x > 20, x, np.log1p(np.exp(np.minimum(x, np.float32(20)))))
+
+
+def _decay(raw: Any, dt_bias: Any, A_log: Any, lower_bound: float | None) -> Any:
+    """exp(g), fp32. ``raw`` is [rows, HV, K] or [rows, HV, 1]."""
+    x = raw + dt_bias
+    rate = np.float32(1)
+    with np.errstate(over="ignore"):
+        if A_log is not None:
+            rate = np.minimum(np.exp(A_log), np.finfo(np.float32).max)[:, None]
+        g = -rate * _softplus(x) if lower_bound is None else np.float32(lower_bound) * _sigmoid(rate * x)
+    return np.exp(g)
+
+
+def _l2_normalized(x: Any) -> Any:
+    return x / np.sqrt((x * x).sum(-1, keepdims=True) + np.float32(1e-6))
+
+
+def packed_decode(
+    mixed_qkv: Any,
+    a: Any,
+    b: Any,
+    A_log: Any,
+    dt_bias: Any,
+    state: Any,
+    indices: Any,
+    out: Any,
+    *,
+    per_key_gate: bool,
+    H: int,
+    scale: float,
+    lower_bound: float | None,
+    normalize_qk: bool,
+    beta_scale: float,
+    null_index: int,
+    on_bad_slot: Callable[[int, int], None],
+) -> None:
+    """Both packed decodes, on checked NumPy operands. Writes ``state`` [P, HV, V, K] and ``out`` [B, 1, HV, V]."""
+    slots, HV, V, K = state.shape
+    for row in np.flatnonzero(indices >= slots):
+        on_bad_slot(int(row), int(indices[row]))
+    live = np.flatnonzero((indices > null_index) & (indices < slots))
+    out[...] = 0
+    if A_log is not None:
+        A_log = A_log.reshape(HV).astype(np.float32)
+    dt_bias = dt_bias.reshape(HV, -1).astype(np.float32)
+    rows_at_once = max(1, CHUNK_BYTES // (HV * V * K * 4))
+    for start in range(0, len(live), rows_at_once):
+        rows = live[start : start + rows_at_once]
+        n = len(rows)
+        x = mixed_qkv[rows].astype(np.float32)
+        q = x[:, : H * K].reshape(n, H, K)
+        k = x[:, H * K : 2 * H * K].reshape(n, H, K)
+        v = x[:, 2 * H * K :].reshape(n, HV, V)
+        if normalize_qk:
+            q, k = _l2_normalized(q), _l2_normalized(k)
+        q = np.repeat(q * np.float32(scale), HV // H, axis=1)[:, :, None, :]
+        k = np.repeat(k, HV // H, axis=1)[:, :, None, :]
+        gates = a[rows].astype(np.float32).reshape(n, HV, K if per_key_gate else 1)
+        decay = _decay(gates, dt_bias, A_log, lower_bound)
+        beta = _sigmoid(b[rows].astype(np.float32)) * np.float32(beta_scale)
+
+        S = state[indices[rows]] * decay[:, :, None, :]
+        u = beta[:, :, None] * (v - (S * k).sum(-1))
+        S += u[..., None] * k
+        out[rows, 0] = (S * q).sum(-1).astype(out.dtype)
+        state[indices[rows]] = S

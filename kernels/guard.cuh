@@ -1,0 +1,31 @@
+// SPDX-License-Identifier: Apache-2.0
+// What a kernel does with an index it must not follow: it treats the row as padding and leaves a note, which
+// the host turns into an exception at the next synchronising call. Mirrors kda_cupy/guard.py.
+
+#pragma once
+
+struct ErrorRecord {
+    unsigned long long count;  // rows refused since the host last looked
+    unsigned claimed;          // 0 until the first of them took the fields below
+    int operation;
+    int operand;
+    int reserved;
+    long long row, value, limit;
+};
+
+__device__ inline void record_error(ErrorRecord* record, int operation, int operand, long long row,
+                                    long long value, long long limit) {
+    atomicAdd(&record->count, 1ull);
+    if (atomicCAS(&record->claimed, 0u, 1u) == 0u) {
+        record->operation = operation;
+        record->operand = operand;
+        record->row = row;
+        record->value = value;
+        record->limit = limit;
+    }
+}
+
+// Element i of an index vector of either width and any stride.
+__device__ __forceinline__ long long load_index(const void* indices, bool is_64bit, long long i) {
+    return is_64bit ? static_cast<const long long*>(indices)[i] : static_cast<const int*>(indices)[i];
+}

@@ -1,0 +1,75 @@
+// SPDX-License-Identifier: Apache-2.0
+// Moving numbers between memory and fp32 registers. Nothing in here knows about attention.
+//
+// No CUDA header is included anywhere: bf16 and fp16 are carried as 16-bit words and converted by PTX
+// instructions, so the only thing needed to compile is NVRTC itself.
+
+#pragma once
+
+struct bf16 { unsigned short bits; };
+struct fp16 { unsigned short bits; };
+
+__device__ __forceinline__ float to_float(float x) { return x; }
+__device__ __forceinline__ float to_float(bf16 x) { return __uint_as_float(unsigned(x.bits) << 16); }
+__device__ __forceinline__ float to_float(fp16 x) {
+    float y;
+    asm("cvt.f32.f16 %0, %1;" : "=f"(y) : "h"(x.bits));
+    return y;
+}
+
+// Round to nearest even; fp32 passes through.
+template <typename To> __device__ __forceinline__ To from_float(float x);
+template <> __device__ __forceinline__ float from_float<float>(float x) { return x; }
+template <> __device__ __forceinline__ fp16 from_float<fp16>(float x) {
+    fp16 y;
+    asm("cvt.rn.f16.f32 %0, %1;" : "=h"(y.bits) : "f"(x));
+    return y;
+}
+template <> __device__ __forceinline__ bf16 from_float<bf16>(float x) {
+    bf16 y;
+#if __CUDA_ARCH__ >= 800
+    asm("cvt.rn.bf16.f32 %0, %1;" : "=h"(y.bits) : "f"(x));
+#else
+#error "bfloat16 needs compute capability 8.0; the host refuses it by name before it comes to this"
+#endif
+    return y;
+}
+
+// Four neighbouring elements as floats. `vector` says that the address is aligned to all four of them
+// (the host knows: base pointer and row stride); otherwise they are loaded one at a time.
+__device__ __forceinline__ void load4(const float* from, bool vector, float (&to)[4]) {
+    if (vector) {
+        const float4 x = *reinterpret_cast<const float4*>(from);
+        to[0] = x.x, to[1] = x.y, to[2] = x.z, to[3] = x.w;
+    } else {
+#pragma unroll
+        for (int i = 0; i < 4; ++i) to[i] = from[i];
+    }
+}
+template <typename Half> __device__ __forceinline__ void load4(const Half* from, bool vector, float (&to)[4]) {
+    static_assert(sizeof(Half) == 2, "bf16 or fp16");
+    Half x[4];
+    if (vector) {
+        const uint2 words = *reinterpret_cast<const uint2*>(from);
+        x[0].bits = words.x & 0xffff, x[1].bits = words.x >> 16;
+        x[2].bits = words.y & 0xffff, x[3].bits = words.y >> 16;
+    } else {
+#pragma unroll
+        for (int i = 0; i < 4; ++i) x[i] = from[i];
+    }
+#pragma unroll
+    for (int i = 0; i < 4; ++i) to[i] = to_float(x[i]);
+}
+
+// State passes through once a token: streaming hints keep it from pushing everything else out of L2.
+// `volatile` holds the loads where they are written, ahead of the arithmetic that hides behind them.
+__device__ __forceinline__ float4 load_streaming(const float* from) {
+    float4 x;
+    asm volatile("ld.global.cs.v4.f32 {%0, %1, %2, %3}, [%4];"
+                 : "=f"(x.x), "=f"(x.y), "=f"(x.z), "=f"(x.w) : "l"(from) : "memory");
+    return x;
+}
+__device__ __forceinline__ void store_streaming(float* to, float4 x) {
+    asm volatile("st.global.cs.v4.f32 [%0], {%1, %2, %3, %4};"
+                 :: "l"(to), "f"(x.x), "f"(x.y), "f"(x.z), "f"(x.w) : "memory");
+}
