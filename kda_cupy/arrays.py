@@ -30,6 +30,7 @@ class ArrayInfo(NamedTuple):
 
     @property
     def rank(self) -> int:
+        """Number of axes."""
         return len(self.shape)
 
     @property
@@ -57,15 +58,24 @@ class ArrayInfo(NamedTuple):
     @property
     def is_contiguous_in_last(self) -> bool:
         """True if neighbours on the last axis are neighbours in memory."""
-        return self.rank > 0 and (self.shape[-1] <= 1 or self.strides[-1] == self.dtype.itemsize)
+        if self.rank == 0:
+            return False
+        return self.strides[-1] == self.dtype.itemsize or self.shape[-1] == 1 or self.size == 0
 
     @property
     def span_bytes(self) -> int:
-        """Bytes from the first element to the end of the last one; 0 if there are none."""
+        """Bytes from the lowest address of an element to the end of the highest one; 0 if there are none."""
         if self.size == 0:
             return 0
-        steps = (length - 1 for length in self.shape)
-        return sum(n * s for n, s in zip(steps, self.strides, strict=True)) + self.dtype.itemsize
+        steps = ((n - 1) * abs(stride) for n, stride in zip(self.shape, self.strides, strict=True))
+        return sum(steps) + self.dtype.itemsize
+
+    @property
+    def lowest_offset(self) -> int:
+        """Where the span begins, from the address of the first element: below it if a stride is negative."""
+        if self.size == 0:
+            return 0
+        return sum((n - 1) * min(stride, 0) for n, stride in zip(self.shape, self.strides, strict=True))
 
     @property
     def place(self) -> str:
@@ -89,13 +99,12 @@ def describe(array: Any) -> tuple[ArrayInfo, int]:
     if isinstance(array, np.ndarray):
         pointer = array.__array_interface__["data"][0]
         writeable = array.flags.writeable
-        return ArrayInfo(array.shape, array.strides, array.dtype, HOST, pointer % MAX_ALIGNMENT, writeable), pointer
+        misalignment = pointer % MAX_ALIGNMENT
+        return ArrayInfo(array.shape, array.strides, array.dtype, HOST, misalignment, writeable), pointer
     memory = array.data
     pointer = memory.ptr
-    return (
-        ArrayInfo(array.shape, array.strides, array.dtype, memory.device_id, pointer % MAX_ALIGNMENT),
-        pointer,
-    )
+    info = ArrayInfo(array.shape, array.strides, array.dtype, memory.device_id, pointer % MAX_ALIGNMENT)
+    return info, pointer
 
 
 def shares_memory(info: ArrayInfo, pointer: int, other: ArrayInfo, other_pointer: int) -> bool:
@@ -103,7 +112,8 @@ def shares_memory(info: ArrayInfo, pointer: int, other: ArrayInfo, other_pointer
 
     Exact, also for views that interleave without touching (a padded pool whose gaps hold something else).
     """
-    if pointer + info.span_bytes <= other_pointer or other_pointer + other.span_bytes <= pointer:
+    start, other_start = pointer + info.lowest_offset, other_pointer + other.lowest_offset
+    if start + info.span_bytes <= other_start or other_start + other.span_bytes <= start:
         return False
     if info.device != other.device or not (info.size and other.size):
         return False

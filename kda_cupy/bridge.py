@@ -8,29 +8,46 @@ goes, the capsule's own destructor tells the producer.
 
 Streams. The producer is asked for the array on CuPy's current stream, so the work it has queued comes first. Once
 the operation is launched, :func:`after_launch` makes the producer's stream wait in turn where we can know it (torch),
-and keeps the operands alive until the GPU is done. While a graph is being captured none of this is possible, and
-none is done: capture with both libraries on one stream.
+and keeps the operands alive until the GPU is done (and, since only a later launch looks, the last ones until then).
+While a graph is being captured none of this is possible, and none is done: capture with both libraries on one stream.
 """
 
 from __future__ import annotations
 
 import ctypes
+import functools
+import math
 import sys
+import threading
 from collections import deque
+from collections.abc import Container, Iterable, Mapping
 from typing import Any, Final
 
 import numpy as np
 
 from kda_cupy.arrays import HOST, is_cupy, is_numpy
 from kda_cupy.dtypes import BFLOAT16
-from kda_cupy.errors import error
+from kda_cupy.errors import KdaError, error
+from kda_cupy.gpu import require_gpu
 
 # dlpack.h: DLDeviceType and DLDataTypeCode.
 _HOST_TYPES: Final = (1, 3)  # CPU, and pinned CPU memory
 _CUDA_TYPES: Final = (2, 13)  # CUDA, and managed memory
-_TYPE_LETTERS: Final = {0: "i", 1: "u", 2: "f", 5: "c", 6: "b"}
-_BFLOAT: Final = 4
+_DTYPES: Final = {
+    (code, 8 * size): np.dtype(f"{letter}{size}")
+    for code, letter, sizes in (
+        (0, "i", (1, 2, 4, 8)),
+        (1, "u", (1, 2, 4, 8)),
+        (2, "f", (2, 4, 8)),
+        (5, "c", (8, 16)),
+        (6, "b", (1,)),
+    )
+    for size in sizes
+} | {(4, 16): BFLOAT16}
+"""By type code and bits."""
 _READ_ONLY_FLAG: Final = 1
+_COPIED_FLAG: Final = 2
+_MAJOR_VERSION: Final = 1
 _NO_ORDERING: Final = -1
 _LEGACY_DEFAULT_STREAM: Final = 1
 
@@ -76,34 +93,79 @@ def is_native(array: object) -> bool:
     return is_numpy(array) or is_cupy(array)
 
 
+def all_native(arrays: Iterable[object]) -> bool:
+    """True if every array is NumPy's, CuPy's or None. Looks at each type once: this is a hot path."""
+    one_of_each = {type(array): array for array in arrays}
+    return all(array is None or is_native(array) for array in one_of_each.values())
+
+
 def adopt(name: str, array: Any, *, written: bool = False) -> Any:
     """Return ``array`` as a NumPy or CuPy view of the same memory.
 
     NumPy and CuPy arrays come back as they are. ``written`` says that the operation writes to it.
-    Raises BridgeError (TypeError) for what is no array, for raw capsules and for read-only memory that is to be written.
+    Raises BridgeError (TypeError) for what is no array and for raw capsules, OperandError for element types that
+    NumPy does not know, for negative strides and for read-only memory that is to be written, NoGpuError.
     """
-    if is_native(array):
-        return array
+    return _adopt(name, array, _place(name, array), written)
+
+
+def adopt_all(operands: Mapping[str, Any], written: Container[str] = ()) -> dict[str, Any]:
+    """:func:`adopt` for the operands of one call; None stays None.
+
+    A mixture of host and device memory is refused by name (DeviceError) before the first array is exported.
+    """
+    places = {name: _place(name, array) for name, array in operands.items() if array is not None}
+    in_host = [name for name, place in places.items() if place == HOST]
+    on_gpu = [name for name, place in places.items() if place != HOST]
+    if in_host and on_gpu:
+        got = f"`{on_gpu[0]}` on cuda:{places[on_gpu[0]]}"
+        raise error("KDA-ARRAY-HOST-ON-DEVICE", operand=in_host[0], got=got, other=on_gpu[0])
+    return {
+        name: None if array is None else _adopt(name, array, places[name], name in written)
+        for name, array in operands.items()
+    }
+
+
+def _place(name: str, array: Any) -> int:
+    """Number of the GPU that an array lives on, or HOST. Refuses what is no array."""
+    if is_numpy(array):
+        return HOST
+    if is_cupy(array):
+        return int(array.data.device_id)
     if type(array).__name__ == "PyCapsule":
         raise error("KDA-ARRAY-CAPSULE", operand=name)
     if not (hasattr(array, "__dlpack__") and hasattr(array, "__dlpack_device__")):
-        raise error("KDA-ARRAY-KIND", operand=name, got=f"{type(array).__module__}.{type(array).__qualname__}")
+        kind = f"{type(array).__module__}.{type(array).__qualname__}"
+        raise error("KDA-ARRAY-KIND", operand=name, got=kind)
+    try:
+        device_type, device = (int(number) for number in array.__dlpack_device__())
+    except Exception as cause:  # whatever a producer raises is its way to refuse
+        raise _refusal(name, array, cause) from cause
+    if device_type in _HOST_TYPES:
+        return HOST
+    if device_type in _CUDA_TYPES:
+        return device
+    kind = f"{type(array).__qualname__} on DLPack device type {device_type}"
+    raise error("KDA-ARRAY-KIND", operand=name, got=kind)
+
+
+def _adopt(name: str, array: Any, place: int, written: bool) -> Any:
+    if is_native(array):
+        return array
     if getattr(array, "requires_grad", False):
         array = array.detach()
-    device_type, device = (int(number) for number in array.__dlpack_device__())
-    if device_type in _HOST_TYPES:
-        capsule = _export(name, array, None)
-    elif device_type in _CUDA_TYPES:
-        capsule = _export(name, array, _stream_to_order_on(device))
-    else:
-        kind = f"{type(array).__qualname__} on DLPack device type {device_type}"
+    if hasattr(array, "is_neg") and array.is_neg():
+        # torch negates such a view whenever it reads it, which DLPack cannot say.
+        kind = f"{type(array).__qualname__} with its negative bit set"
         raise error("KDA-ARRAY-KIND", operand=name, got=kind)
-    tensor, read_only = _read(capsule)
-    if written and (read_only or _is_immutable(array)):
+    capsule = _export(name, array) if place == HOST else _export_on_gpu(name, array, place)
+    tensor, read_only = _read(name, capsule)
+    read_only = read_only or _is_immutable(array)
+    if written and read_only:
         raise error("KDA-ARRAY-READ-ONLY", operand=name)
-    if device_type in _HOST_TYPES:
-        return _host_view(name, tensor, read_only or _is_immutable(array), capsule)
-    return _device_view(name, tensor, device, (capsule, array))
+    if place == HOST:
+        return _host_view(name, tensor, read_only, capsule)
+    return _device_view(name, tensor, place, (capsule, array))
 
 
 def _is_immutable(array: object) -> bool:
@@ -111,52 +173,76 @@ def _is_immutable(array: object) -> bool:
     return type(array).__module__.partition(".")[0] in ("jax", "jaxlib")
 
 
-def _export(name: str, array: Any, stream: int | None) -> Any:
+def _refusal(name: str, array: Any, cause: Exception) -> KdaError:
+    return error("KDA-ARRAY-KIND", operand=name, got=f"{type(array).__qualname__}, which refused: {cause}")
+
+
+def _export(name: str, array: Any, stream: int | None = None) -> Any:
     """Ask for a versioned capsule; producers from before DLPack 1.0 know no ``max_version``."""
     try:
         try:
-            return array.__dlpack__(stream=stream, max_version=(1, 0))
+            return array.__dlpack__(stream=stream, max_version=(_MAJOR_VERSION, 0))
         except TypeError:
             return array.__dlpack__(stream=stream)
-    except (BufferError, RuntimeError, TypeError, ValueError) as cause:
-        raise error("KDA-ARRAY-KIND", operand=name, got=f"{type(array).__qualname__}, which refused: {cause}") from cause
+    except Exception as cause:  # whatever a producer raises is its way to refuse
+        raise _refusal(name, array, cause) from cause
 
 
-def _stream_to_order_on(device: int) -> int:
-    """CuPy's current stream of the device, as DLPack numbers it."""
-    import cupy
+def _export_on_gpu(name: str, array: Any, device: int) -> Any:
+    """Ask for the array on CuPy's current stream of its device, as DLPack numbers streams."""
+    cuda = _cupy().cuda
+    with cuda.Device(device):  # torch exports from the current device only
+        stream = cuda.get_current_stream()
+        if not stream.is_capturing():
+            return _export(name, array, stream.ptr or _LEGACY_DEFAULT_STREAM)
+        # JAX takes "no ordering" for a stream of that number, and crashes.
+        return _export(name, array, None if _is_immutable(array) else _NO_ORDERING)
 
-    with cupy.cuda.Device(device):
-        stream = cupy.cuda.get_current_stream()
-        if stream.is_capturing():
-            return _NO_ORDERING
-        return stream.ptr or _LEGACY_DEFAULT_STREAM
+
+@functools.cache
+def _cupy() -> Any:
+    return require_gpu()
 
 
-def _read(capsule: Any) -> tuple[_Tensor, bool]:
-    name = _capsule_name(capsule)
-    address = _capsule_pointer(capsule, name)
-    if name == b"dltensor_versioned":
-        managed = _Versioned.from_address(address)
-        return managed.tensor, bool(managed.flags & _READ_ONLY_FLAG)
-    return _Tensor.from_address(address), False
+def _read(name: str, capsule: Any) -> tuple[_Tensor, bool]:
+    """The tensor in a capsule, and whether what is written to it would be lost."""
+    kind = _capsule_name(capsule) if type(capsule).__name__ == "PyCapsule" else None
+    if kind == b"dltensor":
+        return _Tensor.from_address(_capsule_pointer(capsule, kind)), False
+    if kind == b"dltensor_versioned":
+        managed = _Versioned.from_address(_capsule_pointer(capsule, kind))
+        if managed.major == _MAJOR_VERSION:
+            return managed.tensor, bool(managed.flags & (_READ_ONLY_FLAG | _COPIED_FLAG))
+        raise error("KDA-ARRAY-KIND", operand=name, got=f"DLPack version {managed.major}.{managed.minor}")
+    # Used capsules end here too: their memory belongs to somebody else by now.
+    handed_out = f"a capsule named {kind.decode()}" if kind else type(capsule).__name__
+    raise error("KDA-ARRAY-KIND", operand=name, got=f"a producer that hands out {handed_out}")
 
 
 def _layout(name: str, tensor: _Tensor) -> tuple[tuple[int, ...], tuple[int, ...], np.dtype[Any], int]:
     """Shape, strides in bytes, dtype, address."""
-    if tensor.lanes != 1 or (tensor.code != _BFLOAT and tensor.code not in _TYPE_LETTERS):
-        raise error("KDA-ARRAY-DTYPE", operand=name, got=f"DLPack type code {tensor.code}", wanted_dtype="a number type")
-    size = tensor.bits // 8
-    dtype = BFLOAT16 if tensor.code == _BFLOAT else np.dtype(f"{_TYPE_LETTERS[tensor.code]}{size}")
+    dtype = _dtype(name, tensor)
+    size = dtype.itemsize
     shape = tuple(tensor.shape[axis] for axis in range(tensor.ndim))
     if tensor.strides:
         strides = tuple(tensor.strides[axis] * size for axis in range(tensor.ndim))
     else:  # NULL means C order
-        strides = tuple(size * int(np.prod(shape[axis + 1 :], dtype=np.int64)) for axis in range(tensor.ndim))
-    for length, stride in zip(shape, strides, strict=True):
-        if length > 1 and stride < 0:
-            raise error("KDA-ARRAY-NEGATIVE-STRIDE", operand=name, got=f"strides {list(strides)} bytes")
+        strides = tuple(size * math.prod(shape[axis + 1 :]) for axis in range(tensor.ndim))
+    # Producers write anything, 2**62 included, as the stride of an axis that is never stepped along.
+    strides = tuple(stride if length > 1 else size for length, stride in zip(shape, strides, strict=True))
+    if min(strides, default=0) < 0:
+        raise error("KDA-ARRAY-NEGATIVE-STRIDE", operand=name, got=f"strides {list(strides)} bytes")
+    if not tensor.data and 0 not in shape:
+        raise error("KDA-ARRAY-KIND", operand=name, got="an array without memory")
     return shape, strides, dtype, (tensor.data or 0) + tensor.byte_offset
+
+
+def _dtype(name: str, tensor: _Tensor) -> np.dtype[Any]:
+    dtype: np.dtype[Any] | None = _DTYPES.get((tensor.code, tensor.bits))
+    if dtype is None or tensor.lanes != 1:
+        got = f"DLPack type code {tensor.code}, {tensor.bits} bits, {tensor.lanes} lane(s)"
+        raise error("KDA-ARRAY-DTYPE", operand=name, got=got, wanted_dtype="a number type")
+    return dtype
 
 
 class _HostMemory:
@@ -213,8 +299,10 @@ def _native_empty(native: Any, shape: tuple[int, ...]) -> Any:
         return np.empty(shape, native.dtype)
     import cupy
 
+    if cupy.cuda.runtime.getDevice() == native.data.device_id:  # entering a device context costs microseconds
+        return cupy.ndarray(shape, native.dtype)
     with cupy.cuda.Device(native.data.device_id):
-        return cupy.empty(shape, native.dtype)
+        return cupy.ndarray(shape, native.dtype)
 
 
 def hand_back(caller: Any, native: Any) -> Any:
@@ -223,11 +311,15 @@ def hand_back(caller: Any, native: Any) -> Any:
     if namespace is None:
         return native
     library = namespace()
-    return library.asarray(native) if is_numpy(native) else library.from_dlpack(native)
+    if is_numpy(native):
+        return library.asarray(native, device=caller.device)  # JAX's default device may be a GPU
+    with native.device:
+        return library.from_dlpack(native)
 
 
 _in_flight: deque[tuple[Any, Any]] = deque()
 """Events of launches on foreign memory, and what they work on: not to be freed before."""
+_in_flight_lock = threading.Lock()
 
 
 def after_launch(device: int, operands: Any) -> None:
@@ -244,10 +336,12 @@ def after_launch(device: int, operands: Any) -> None:
         ours = cupy.cuda.get_current_stream()
         if ours.is_capturing():
             return
-        done = ours.record()
-        while _in_flight and _in_flight[0][0].done:
-            _in_flight.popleft()
-        _in_flight.append((done, operands))
+        done = ours.record(cupy.cuda.Event(disable_timing=True))
+        finished = []  # freed outside the lock
+        with _in_flight_lock:
+            while _in_flight and _in_flight[0][0].done:
+                finished.append(_in_flight.popleft())
+            _in_flight.append((done, operands))
         torch = sys.modules.get("torch")
         if torch is not None and torch.cuda.is_initialized():
             theirs = torch.cuda.current_stream(device).cuda_stream

@@ -129,13 +129,11 @@ def is_valid_state(array: Any, num_heads: int) -> bool:
 
 
 def check_no_overlap(
-    written: str, infos: Mapping[str, ArrayInfo], pointers: Mapping[str, int], exempt: Iterable[str] = ()
+    written: str, info: ArrayInfo, pointer: int, name: str, other: ArrayInfo, other_pointer: int
 ) -> None:
-    """The operand ``written`` has no byte in common with any other."""
-    info, pointer = infos[written], pointers[written]
-    for name, other in infos.items():
-        if name != written and name not in exempt and shares_memory(info, pointer, other, pointers[name]):
-            raise error("KDA-ARRAY-OVERLAP", operand=written, got=f"`{written}` inside the memory of `{name}`", other=name)
+    """The operand ``written`` has no byte in common with the operand ``name``."""
+    if shares_memory(info, pointer, other, other_pointer):
+        raise error("KDA-ARRAY-OVERLAP", operand=written, got=f"`{written}` inside the memory of `{name}`", other=name)
 
 
 def as_float(code: str, name: str, value: object) -> float:

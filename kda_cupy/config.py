@@ -46,6 +46,8 @@ class PackedDecodeConfig:
     b: str
     A_log: str
     dt_bias: str
+    vector: bool
+    """True if q, k, the gates and dt_bias can be loaded four elements at a time: aligned base and row stride."""
     params_bytes: int
     """Size of the parameter struct on the host; the kernel refuses to compile if it counts otherwise."""
 
@@ -61,7 +63,8 @@ class PackedDecodeConfig:
     def variant(self) -> str:
         op = "kda" if self.per_key_gate else "gdn"
         gate = "bounded" if self.bounded else "softplus"
-        return f"{self.entry}[{op},{gate},K{self.K},V{self.V},{self.activation}]"
+        loads = "" if self.vector else ",unaligned"
+        return f"{self.entry}[{op},{gate},K{self.K},V{self.V},{self.activation}{loads}]"
 
     def defines(self) -> tuple[str, ...]:
         return (
@@ -74,6 +77,7 @@ class PackedDecodeConfig:
             f"-DKDA_B={C_NAMES[self.b]}",
             f"-DKDA_A_LOG={C_NAMES[self.A_log]}",
             f"-DKDA_DT_BIAS={C_NAMES[self.dt_bias]}",
+            f"-DKDA_VECTOR={self.vector:d}",
             f"-DKDA_PARAMS_BYTES={self.params_bytes}",
         )
 
@@ -81,6 +85,10 @@ class PackedDecodeConfig:
 @dataclass(frozen=True, slots=True)
 class YardstickConfig:
     """kernels/yardstick.cu: what a kernel that only moves the state would take."""
+
+    K: int
+    V: int
+    params_bytes: int
 
     @property
     def source(self) -> str:
@@ -92,7 +100,7 @@ class YardstickConfig:
 
     @property
     def variant(self) -> str:
-        return "yardstick[RW]"
+        return f"{self.entry}[K{self.K},V{self.V}]"
 
     def defines(self) -> tuple[str, ...]:
-        return ()
+        return (f"-DKDA_K={self.K}", f"-DKDA_V={self.V}", f"-DKDA_PARAMS_BYTES={self.params_bytes}")

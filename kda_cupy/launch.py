@@ -9,16 +9,22 @@ change from call to call, so a plan packs them once.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
-from typing import Any, Protocol
+from dataclasses import dataclass
+from typing import Any, Final, Protocol
 
 import numpy as np
 
 from kda_cupy.errors import error
 from kda_cupy.modules import Kernel
 
-#: The most blocks a grid can have along y and along z.
-MAX_GRID_YZ = 65_535
+
+#: The most blocks a grid can have along z.
+MAX_GRID_Z: Final = 65_535
+
+
+def split_rows(rows: int) -> list[tuple[int, int]]:
+    """Cut a batch into launches: pairs of first row and number of rows; nothing for an empty batch."""
+    return [(first, min(MAX_GRID_Z, rows - first)) for first in range(0, rows, MAX_GRID_Z)]
 
 
 class Call(Protocol):
@@ -28,12 +34,6 @@ class Call(Protocol):
 
     def __call__(self) -> None:
         """Launch (or, on the NumPy backend, compute)."""
-
-
-def grid_over_rows(blocks_per_row: int, rows: int) -> tuple[int, int, int]:
-    """A grid of ``blocks_per_row`` x ``rows`` blocks with the rows folded over y and z, which stop at 65,535."""
-    y = min(rows, MAX_GRID_YZ)
-    return blocks_per_row, y, -(-rows // y)
 
 
 @dataclass(slots=True)
@@ -46,29 +46,25 @@ class Launch:
 
     kernel: Kernel
     device: int
-    grid: tuple[int, int, int]
     block: tuple[int, int, int]
-    parameters: np.void
+    launches: tuple[tuple[tuple[int, int, int], np.void], ...]
+    """Grid and parameter struct of each launch: one, unless the batch is larger than a grid can be."""
     results: Any
     keep: Any = None
     """Operands whose memory must outlive the launch."""
-    _on_current_device: Callable[[], int] = field(init=False)
-
-    def __post_init__(self) -> None:
-        import cupy
-
-        self._on_current_device = cupy.cuda.runtime.getDevice
 
     def __call__(self) -> None:
-        if not self.grid[1]:
-            return  # no rows
-        if self._on_current_device() == self.device:
-            self.kernel.function(self.grid, self.block, (self.parameters,))
-        else:
-            import cupy
+        import cupy
 
+        if cupy.cuda.runtime.getDevice() == self.device:
+            self._launch()
+        else:
             with cupy.cuda.Device(self.device):
-                self.kernel.function(self.grid, self.block, (self.parameters,))
+                self._launch()
+
+    def _launch(self) -> None:
+        for grid, parameters in self.launches:
+            self.kernel.function(grid, self.block, (parameters,))
 
 
 @dataclass(slots=True)

@@ -6,12 +6,13 @@
 //   unbounded   g = -exp(A_log) * softplus(x)                  softplus(x) = x above 20, else log1p(exp(x))
 //   decay = exp(g),   beta = sigmoid(b)
 //
-// expf and log1pf are the accurate ones: they run in the shadow of the state loads and cost nothing there,
-// while approximate ones would show in the state after a few tokens.
+// expf and log1pf are the accurate ones: they run in the shadow of the state loads and cost nothing there, while
+// approximate ones would show in the state after a few tokens. The reciprocal is the hardware's (1 ulp): the exact
+// one brings a slow path of its own into the code, and code that runs once is paid for by its length.
 
 #pragma once
 
-__device__ __forceinline__ float sigmoid(float x) { return 1.0f / (1.0f + expf(-x)); }
+__device__ __forceinline__ float sigmoid(float x) { return __fdividef(1.0f, 1.0f + expf(-x)); }
 
 // exp(A_log), kept finite so that rate * 0 is 0 however large A_log is.
 __device__ __forceinline__ float decay_rate(float A_log) { return fminf(expf(A_log), 3.402823466e38f); }

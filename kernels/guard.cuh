@@ -25,7 +25,15 @@ __device__ inline void record_error(ErrorRecord* record, int operation, int oper
     }
 }
 
-// Element i of an index vector of either width and any stride.
+// Element i of an index vector of either width. `volatile` keeps it where it is written: everything waits for it.
 __device__ __forceinline__ long long load_index(const void* indices, bool is_64bit, long long i) {
-    return is_64bit ? static_cast<const long long*>(indices)[i] : static_cast<const int*>(indices)[i];
+    long long index;
+    if (is_64bit) {
+        asm volatile("ld.global.b64 %0, [%1];" : "=l"(index) : "l"(static_cast<const long long*>(indices) + i));
+    } else {
+        int narrow;
+        asm volatile("ld.global.b32 %0, [%1];" : "=r"(narrow) : "l"(static_cast<const int*>(indices) + i));
+        index = narrow;
+    }
+    return index;
 }

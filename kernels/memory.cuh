@@ -35,10 +35,10 @@ template <> __device__ __forceinline__ bf16 from_float<bf16>(float x) {
     return y;
 }
 
-// Four neighbouring elements as floats. `vector` says that the address is aligned to all four of them
-// (the host knows: base pointer and row stride); otherwise they are loaded one at a time.
-__device__ __forceinline__ void load4(const float* from, bool vector, float (&to)[4]) {
-    if (vector) {
+// Four neighbouring elements as floats. kVector says that the address is aligned to all four of them (the host knows:
+// base pointer and row stride); otherwise they are loaded one at a time.
+template <bool kVector> __device__ __forceinline__ void load4(const float* from, float (&to)[4]) {
+    if constexpr (kVector) {
         const float4 x = *reinterpret_cast<const float4*>(from);
         to[0] = x.x, to[1] = x.y, to[2] = x.z, to[3] = x.w;
     } else {
@@ -46,10 +46,10 @@ __device__ __forceinline__ void load4(const float* from, bool vector, float (&to
         for (int i = 0; i < 4; ++i) to[i] = from[i];
     }
 }
-template <typename Half> __device__ __forceinline__ void load4(const Half* from, bool vector, float (&to)[4]) {
+template <bool kVector, typename Half> __device__ __forceinline__ void load4(const Half* from, float (&to)[4]) {
     static_assert(sizeof(Half) == 2, "bf16 or fp16");
     Half x[4];
-    if (vector) {
+    if constexpr (kVector) {
         const uint2 words = *reinterpret_cast<const uint2*>(from);
         x[0].bits = words.x & 0xffff, x[1].bits = words.x >> 16;
         x[2].bits = words.y & 0xffff, x[3].bits = words.y >> 16;

@@ -13,20 +13,23 @@ template <int kLanes> __device__ __forceinline__ float sum_lanes(float x) {
     return x;
 }
 
-// Sums of 16 values over kLanes (16 or 32) neighbouring lanes, in 16 shuffles or fewer instead of 16 * log2(kLanes).
-// At each step a lane hands half of its values to its partner and keeps the partner's other half; what is left
-// in the end is the whole sum of value number `lane / (kLanes / 16)`.
-template <int kLanes> __device__ __forceinline__ float sum_lanes_16(float (&x)[16], int lane) {
-    static_assert(kLanes == 16 || kLanes == 32, "a group is half a warp or a warp");
+// Sums of kCount values over kLanes neighbouring lanes at once, in kCount shuffles or little more instead of
+// kCount * log2(kLanes). At each step a lane hands half of its values to its partner and keeps the partner's other
+// half; once it has one value left, the remaining steps add that one up. What a lane holds in the end is the
+// whole sum of value number `lane / (kLanes / kCount)`. Recursion, because a loop that halves two counters is not unrolled.
+template <int kLanes, int kCount> __device__ __forceinline__ float sum_lanes_each(float (&x)[kCount], int lane) {
+    static_assert(kCount <= kLanes, "every value needs a lane to end in");
+    if constexpr (kCount == 1) {
+        return sum_lanes<kLanes>(x[0]);
+    } else {
+        const bool upper = lane & (kLanes / 2);
+        float half[kCount / 2];
 #pragma unroll
-    for (int count = 8, step = kLanes / 2; count > 0; count /= 2, step /= 2) {
-        const bool upper = lane & step;
-#pragma unroll
-        for (int i = 0; i < count; ++i) {
-            const float keep = upper ? x[i + count] : x[i];
-            const float give = upper ? x[i] : x[i + count];
-            x[i] = keep + __shfl_xor_sync(kAllLanes, give, step);
+        for (int i = 0; i < kCount / 2; ++i) {
+            const float keep = upper ? x[i + kCount / 2] : x[i];
+            const float give = upper ? x[i] : x[i + kCount / 2];
+            half[i] = keep + __shfl_xor_sync(kAllLanes, give, kLanes / 2);
         }
+        return sum_lanes_each<kLanes / 2>(half, lane);
     }
-    return kLanes == 32 ? x[0] + __shfl_xor_sync(kAllLanes, x[0], 1) : x[0];
 }

@@ -31,7 +31,7 @@ from kda_cupy.checks import (
 from kda_cupy.config import PackedDecodeConfig
 from kda_cupy.dtypes import BFLOAT16, FLOAT32, FLOATS, INDICES, INT64
 from kda_cupy.errors import error
-from kda_cupy.launch import BoundCall, Call, HostCall, Launch, grid_over_rows, register_binder
+from kda_cupy.launch import BoundCall, Call, HostCall, Launch, register_binder, split_rows
 from kda_cupy.modules import Kernel, get_kernel
 from kda_cupy.reference import batched
 
@@ -52,6 +52,8 @@ class Operands(NamedTuple):
 
 
 WRITTEN = ("initial_state", "out")
+OPTIONAL = ("A_log", "out")
+_STATE, _OUT = Operands._fields.index("initial_state"), Operands._fields.index("out")
 
 
 class Options(NamedTuple):
@@ -77,30 +79,25 @@ class PackedDecodeParams(NamedTuple):
     indices: int
     out: int
     errors: int
+    first_row: int
     qkv_stride: int
     a_stride: int
     b_stride: int
     slot_stride: int
     index_stride: int
     slots: int
-    batch: int
-    value_heads: int
-    key_heads: int
     null_index: int
     index_is_64bit: int
     normalize_qk: int
-    vector_qkv: int
-    vector_a: int
-    vector_dt_bias: int
     scale: float
     lower_bound: float
     beta_scale: float
     operation: int
 
 
-_ADDRESSES = struct.Struct("<9Q")
-_REST = struct.Struct("<7q8i3fi")
-_PARAMS_BYTES = _ADDRESSES.size + _REST.size
+_PER_CALL = struct.Struct("<9Qq")
+_PER_PLAN = struct.Struct("<6q3i3fi4x")
+_PARAMS_BYTES = _PER_CALL.size + _PER_PLAN.size
 
 
 @dataclass(frozen=True)
@@ -115,23 +112,30 @@ class Plan:
     slots: int
     device: int
     config: PackedDecodeConfig
-    rest: bytes
-    """The parameter struct behind the addresses."""
+    packed: bytes
+    """The parameter struct from ``qkv_stride`` on."""
     scale: float
     lower_bound: float | None
     normalize_qk: bool
     beta_scale: float
     null_index: int
     validate_fully: bool
+    spans: tuple[int, ...]
+    """Bytes that each operand covers, in the order of Operands; 0 for what is not there."""
 
     @cached_property
     def kernel(self) -> Kernel:
         return get_kernel(self.config, self.device)
 
     @cached_property
-    def grid(self) -> tuple[int, int, int]:
-        blocks = self.HV * tiles_per_head(self.K, self.V)
-        return grid_over_rows(blocks, self.B) if self.B else (blocks, 0, 0)
+    def errors(self) -> int:
+        """Address of the device's error record."""
+        return int(guard.record_on(self.device).data.ptr)
+
+    @cached_property
+    def blocks_per_row(self) -> tuple[int, int]:
+        """Tiles of the value heads of a key head, and key heads."""
+        return (self.HV // self.H * tiles_per_head(self.K, self.V), self.H)
 
     @property
     def out_shape(self) -> tuple[int, int, int, int]:
@@ -169,6 +173,9 @@ def check(operation: str, infos: Operands, options: Options) -> Plan:
     ``infos`` holds an ArrayInfo in place of each array. Raises OperandError or DeviceError; the plan of operands
     that look the same as earlier ones is remembered.
     """
+    for name, info in infos._asdict().items():
+        if info is None and name not in OPTIONAL:
+            raise error("KDA-ARRAY-KIND", operand=name, got="None")
     per_key = operation == KDA
     x, a, b, A_log, dt_bias, state, indices, out = infos
     named: dict[str, ArrayInfo] = {name: info for name, info in infos._asdict().items() if info is not None}
@@ -203,24 +210,17 @@ def check(operation: str, infos: Operands, options: Options) -> Plan:
         if info is not None and not info.writeable:
             raise error("KDA-ARRAY-READ-ONLY", operand=name)
 
-    vector_bytes = 4 * x.dtype.itemsize
     params = PackedDecodeParams(
-        *(0,) * 9,
+        *(0,) * 10,
         qkv_stride=x.stride(0),
         a_stride=a.stride(0),
         b_stride=b.stride(0),
         slot_stride=state.stride(0),
         index_stride=indices.stride(0),
         slots=slots,
-        batch=B,
-        value_heads=HV,
-        key_heads=H,
         null_index=int(options.null_index),
         index_is_64bit=indices.dtype == INT64,
         normalize_qk=bool(options.use_qk_l2norm_in_kernel),
-        vector_qkv=x.misalignment % vector_bytes == 0 and x.strides[0] % vector_bytes == 0,
-        vector_a=a.misalignment % (4 * a.dtype.itemsize) == 0 and a.strides[0] % (4 * a.dtype.itemsize) == 0,
-        vector_dt_bias=dt_bias.misalignment % (4 * dt_bias.dtype.itemsize) == 0,
         scale=scale,
         lower_bound=lower_bound if lower_bound is not None else 0.0,
         beta_scale=2.0 if options.allow_neg_eigval else 1.0,
@@ -244,16 +244,25 @@ def check(operation: str, infos: Operands, options: Options) -> Plan:
             b=b.dtype.name,
             A_log=A_log.dtype.name if A_log is not None else "float32",
             dt_bias=dt_bias.dtype.name,
+            vector=_loads_by_four(x) and (not per_key or (_loads_by_four(a) and _loads_by_four(dt_bias))),
             params_bytes=_PARAMS_BYTES,
         ),
-        rest=_REST.pack(*params[9:]),
+        packed=_PER_PLAN.pack(*params[10:]),
         scale=scale,
         lower_bound=lower_bound,
         normalize_qk=bool(options.use_qk_l2norm_in_kernel),
         beta_scale=params.beta_scale,
         null_index=params.null_index,
         validate_fully=options.validate == "full",
+        spans=tuple(0 if info is None else info.span_bytes for info in infos),
     )
+
+
+def _loads_by_four(info: ArrayInfo) -> bool:
+    """True if every run of four elements that starts at a multiple of four in its row is aligned to its own size."""
+    size = 4 * info.dtype.itemsize
+    rows = info.strides[0] if info.rank == 2 and info.shape[0] > 1 else 0
+    return info.misalignment % size == 0 and rows % size == 0
 
 
 def _check_ranks_and_contiguity(
@@ -393,7 +402,7 @@ def prepare(operation: str, operands: Operands, options: Options) -> tuple[Call,
 
     Also returns the plan, and whether arrays of other libraries are involved.
     """
-    foreign = not all(array is None or bridge.is_native(array) for array in operands)
+    foreign = not bridge.all_native(operands)
     native = operands
     if foreign:
         native = Operands(
@@ -402,23 +411,16 @@ def prepare(operation: str, operands: Operands, options: Options) -> tuple[Call,
                 for name, array in operands._asdict().items()
             )
         )
-    infos, pointers = [], []
-    for name, array in zip(Operands._fields, native, strict=True):
-        if array is None:
-            if name not in ("A_log", "out"):
-                raise error("KDA-ARRAY-KIND", operand=name, got="None")
-            info, pointer = None, 0
-        else:
-            info, pointer = describe(array)
-        infos.append(info)
-        pointers.append(pointer)
-    plan = check(operation, Operands(*infos), _hashable(options))
+    described = [describe(array) if array is not None else (None, 0) for array in native]
+    infos = Operands(*[info for info, _ in described])
+    pointers = [pointer for _, pointer in described]
+    plan = check(operation, infos, _hashable(options))
 
     handed, out = operands.out, native.out
     if out is None:
         handed, out = bridge.empty_like_caller(operands.mixed_qkv, native.mixed_qkv, plan.out_shape)
-        infos[-1], pointers[-1] = describe(out)
-    _check_overlaps(infos, pointers, own_out=operands.out is None)
+        pointers[-1] = describe(out)[1]
+    _check_overlaps(infos, pointers, plan.spans)
     if plan.validate_fully:
         check_slots(native.ssm_state_indices, plan.slots, plan.null_index)
 
@@ -426,23 +428,32 @@ def prepare(operation: str, operands: Operands, options: Options) -> tuple[Call,
     results = (out if handed is None else handed, operands.initial_state)
     if plan.device == HOST:
         return HostCall(partial(_run_on_host, operation, plan, native), results), plan, foreign
-    record = guard.record_on(plan.device)
-    parameters = np.void(_ADDRESSES.pack(*pointers, record.data.ptr) + plan.rest)
-    launch = Launch(plan.kernel, plan.device, plan.grid, (32, 1, 1), parameters, results, keep=native)
-    return launch, plan, foreign
+    launches = tuple(
+        [
+            ((*plan.blocks_per_row, rows), np.void(_PER_CALL.pack(*pointers, plan.errors, first_row) + plan.packed))
+            for first_row, rows in split_rows(plan.B)
+        ]
+    )
+    return Launch(plan.kernel, plan.device, (32, 1, 1), launches, results, keep=native), plan, foreign
 
 
 def _hashable(options: Options) -> Options:
     """Options as a key: 0-d arrays become numbers here, anything stranger is left to the checks."""
-    return Options(*(value.item() if isinstance(value, np.ndarray) and value.ndim == 0 else value for value in options))
+    try:
+        hash(options)
+    except TypeError:
+        return Options(*(value.item() if isinstance(value, np.ndarray) and value.ndim == 0 else repr(value) for value in options))
+    return options
 
 
-def _check_overlaps(infos: list[ArrayInfo | None], pointers: list[int], own_out: bool) -> None:
-    present = {name: info for name, info in zip(Operands._fields, infos, strict=True) if info is not None}
-    addresses = dict(zip(Operands._fields, pointers, strict=True))
-    check_no_overlap("initial_state", present, addresses, exempt=("out",))
-    if not own_out:
-        check_no_overlap("out", present, addresses)
+def _check_overlaps(infos: Operands, pointers: list[int], spans: tuple[int, ...]) -> None:
+    """Neither ``out`` nor the state shares memory with another operand. Compares ranges first: this is a hot path."""
+    for written in (_OUT, _STATE):
+        start, end = pointers[written], pointers[written] + spans[written]
+        for other, (pointer, span) in enumerate(zip(pointers, spans, strict=True)):
+            if pointer < end and start < pointer + span and other != written:
+                names = Operands._fields
+                check_no_overlap(names[written], infos[written], start, names[other], infos[other], pointer)
 
 
 def _run_on_host(operation: str, plan: Plan, native: Operands) -> None:
