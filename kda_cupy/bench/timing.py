@@ -1,0 +1,227 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Takes the times. On a GPU: replays of a CUDA graph, beside the yardstick; on NumPy: a clock around plain calls.
+
+A decode kernel takes microseconds, so it is never timed alone. A graph of many launches walks over slots scattered
+in a large pool; no slot comes back before several times the L2 cache has moved, as in a model, whose other layers
+move more than that between two tokens. The graphs of operation and yardstick are replayed in turn without a pause:
+both see the same clocks, and the GPU never waits for the host.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from functools import partial
+from itertools import pairwise
+from typing import Any, Final, NamedTuple
+
+import numpy as np
+
+from kda_cupy import sources
+from kda_cupy.bench.cases import OPERATIONS, Case, Inputs, make_inputs, random_state
+from kda_cupy.bench.judge import judge
+from kda_cupy.bench.record import Protocol, Row, make_row, summarize
+from kda_cupy.bench.yardstick import read_write
+from kda_cupy.gpu import require_gpu
+from kda_cupy.guard import check_errors
+from kda_cupy.launch import bind
+from kda_cupy.pool import StatePool
+
+POOL_BYTES: Final = 3 << 30
+REUSE_BYTES: Final = 250_000_000
+REUSE_L2: Final = 5
+"""Times the size of the L2 cache, if that is more."""
+MIN_LAUNCHES: Final = 20
+MIN_REPEATS: Final = 9
+_HOST_CALLS, _HOST_SAMPLES = 20, 15
+
+Call = Callable[[], Any]
+Stage = Callable[[str], None]
+
+
+class Rotation(NamedTuple):
+    """How the launches of a graph walk over the pool."""
+
+    groups: int
+    """Sets of B slots, all different."""
+    launches: int
+    """A multiple of ``groups``, so that the next replay goes on where this one ends."""
+
+
+def plan_rotation(B: int, slot_bytes: int, slots: int, reuse_bytes: int) -> Rotation:
+    """Rotate over so many groups that ``reuse_bytes`` of state move before one comes back, if the pool has them."""
+    wanted = max(MIN_LAUNCHES, -(-reuse_bytes // (B * slot_bytes))) if reuse_bytes else 1
+    groups = min(wanted, slots // B)
+    return Rotation(groups, groups * -(-MIN_LAUNCHES // groups))
+
+
+class GpuTimer:
+    """Measures on one GPU. The only part of the benchmark that uses CuPy."""
+
+    def __init__(
+        self, device: int = 0, *, warm: bool = False, repeats: int, pool_bytes: int = POOL_BYTES
+    ) -> None:
+        """Raise NoGpuError without a GPU, and ValueError if there is no such device.
+
+        warm: every launch works on the same slots, which may then be in L2. repeats: samples a row, at least 9.
+        """
+        cupy = self._cupy = require_gpu()
+        count = cupy.cuda.runtime.getDeviceCount()
+        if not 0 <= device < count:
+            raise ValueError(f"there is no GPU {device}; CuPy finds {count}, numbered from 0")
+        self._device = cupy.cuda.Device(device)
+        l2 = int(cupy.cuda.runtime.getDeviceProperties(device)["l2CacheSize"])
+        self.protocol = Protocol(
+            backend="cuda",
+            timer="CUDA graph replays, by events",
+            l2="warm" if warm else "cold",
+            repeats=repeats,
+            device=device,
+            reuse_bytes=0 if warm else max(REUSE_BYTES, REUSE_L2 * l2),
+            pool_bytes=pool_bytes,
+        )
+        self._state: Any = None
+
+    def measure(self, case: Case, stage: Stage) -> Row:
+        """Judge, then time. Raises MemoryError if state and operands do not fit."""
+        with self._device:
+            return self._measure(case, stage, np.random.default_rng(case.B))
+
+    def _measure(self, case: Case, stage: Stage, rng: np.random.Generator) -> Row:
+        cupy = self._cupy
+        stage("making operands")
+        state = self._state_for(case, rng)
+        inputs = make_inputs(case, case.B + 1, rng)
+        stage("comparing with float64")
+        verdict = judge(case, inputs, state, cupy.asarray, cupy.asnumpy, rng)
+        check_errors(self._device.id)
+        if verdict.complaint:
+            return make_row(case, verdict)
+
+        stage("preparing launches")
+        operands = Inputs(*map(cupy.asarray, inputs.rows(slice(case.B))))
+        out = cupy.empty((case.B, 1, case.HV, case.V), operands.mixed_qkv.dtype)
+        groups, launches = plan_rotation(case.B, case.slot_bytes, len(state) - 1, self.protocol.reuse_bytes)
+        slots = 1 + rng.permutation(len(state) - 1)[: groups * case.B].reshape(groups, case.B)
+        indices = list(cupy.asarray(slots.astype(np.int32)))  # a view a launch
+        eager = partial(OPERATIONS[case.op], *operands, state, out=out, lower_bound=case.lower_bound)
+        bound = [bind(eager.func, *eager.args, each, **eager.keywords) for each in indices]
+        yardsticks = [read_write(state, each) for each in indices]
+
+        stage("timing")
+        times = launches // groups
+        samples, yardstick_samples = self._replay(bound * times, yardsticks * times)
+        reuse_bytes = groups * case.B * case.slot_bytes
+        short = reuse_bytes < self.protocol.reuse_bytes
+        return make_row(
+            case,
+            verdict,
+            **summarize(samples),
+            note=f"only {reuse_bytes / 1e6:.3g} MB of state between two uses of a slot" if short else "",
+            bytes_moved=bound[0].bytes_moved,
+            yardstick_us=float(np.median(yardstick_samples)),
+            yardstick_samples_us=tuple(yardstick_samples),
+            host_eager_us=self._host_us(lambda: eager(indices[0])),
+            host_bound_us=self._host_us(bound[0]),
+            variant=bound[0].variant,
+            registers=bound[0].registers,
+            source_digest=sources.digest("packed_decode.cu"),
+            launches=launches,
+            reuse_bytes=reuse_bytes,
+        )
+
+    def _state_for(self, case: Case, rng: np.random.Generator) -> Any:
+        """A pool [P, HV, V, K] of random data with at least B usable slots; kept for the next case if it will do."""
+        shape = (case.HV, case.V, case.K)
+        if self._state is not None and self._state.shape[1:] == shape and len(self._state) > case.B:
+            return self._state
+        self._state = None
+        self._cupy.get_default_memory_pool().free_all_blocks()
+        free, _ = self._device.mem_info
+        fits = int(free * 0.9) // case.slot_bytes - 1  # the rest is for operands and outputs
+        if fits < case.B:
+            raise MemoryError(
+                f"{case.B} states of {case.slot_bytes:,} bytes, and {free:,} bytes of GPU memory free"
+            )
+        wanted = max(case.B, -(-self.protocol.pool_bytes // case.slot_bytes))
+        pool = StatePool(min(wanted, fits), case.HV, case.K, case.V, device=self._device.id)
+        pool[0][:] = self._cupy.asarray(random_state(case, 1, rng))
+        self._state = pool[0]
+        return self._state
+
+    def _replay(self, *sequences: Sequence[Call]) -> list[list[float]]:
+        """Time of a call of each sequence, in microseconds: one graph a sequence, replayed in turn."""
+        cupy = self._cupy
+        stream = cupy.cuda.Stream(non_blocking=True)
+        self._device.synchronize()  # such a stream does not wait for what was queued on the default one
+        with stream:
+            graphs = [_capture(stream, calls) for calls in sequences]
+            for graph in graphs:
+                graph.launch(stream)  # warm: uploads it, and raises the clocks
+            marks = [stream.record()]
+            for _ in range(self.protocol.repeats):
+                for graph in graphs:
+                    graph.launch(stream)
+                    marks.append(stream.record())
+            stream.synchronize()
+        spans = [1e3 * cupy.cuda.get_elapsed_time(start, end) for start, end in pairwise(marks)]
+        n = len(sequences)
+        return [[span / len(calls) for span in spans[i::n]] for i, calls in enumerate(sequences)]
+
+    def _host_us(self, call: Call) -> float:
+        """Wall clock of a call that is not waited for; the queue is emptied before it fills up."""
+        samples = []
+        for _ in range(_HOST_SAMPLES):
+            self._device.synchronize()
+            start = time.perf_counter()
+            for _ in range(_HOST_CALLS):
+                call()
+            samples.append((time.perf_counter() - start) / _HOST_CALLS * 1e6)
+        self._device.synchronize()
+        return float(np.median(samples))
+
+
+def _capture(stream: Any, calls: Sequence[Call]) -> Any:
+    for call in calls[:2]:
+        call()  # eager: what CUDA loads lazily is not loaded during a capture
+    stream.begin_capture()
+    try:
+        for call in calls:
+            call()
+    finally:
+        graph = stream.end_capture()
+    return graph
+
+
+class HostTimer:
+    """Measures the NumPy backend: enough to see that it works, no yardstick."""
+
+    def __init__(self, *, repeats: int) -> None:
+        self.protocol = Protocol("numpy", "plain calls, by wall clock", l2="unknown", repeats=repeats)
+
+    def measure(self, case: Case, stage: Stage) -> Row:
+        """Judge, then time. Raises MemoryError if the state does not fit."""
+        rng = np.random.default_rng(case.B)
+        stage("making operands")
+        inputs = make_inputs(case, case.B + 1, rng)
+        state = StatePool(case.B + 1, case.HV, case.K, case.V, device="cpu")[0]
+        state[:] = random_state(case, len(state), rng)
+        stage("comparing with float64")
+        verdict = judge(case, inputs, state, np.asarray, np.array, rng)
+        check_errors(-1)
+        if verdict.complaint:
+            return make_row(case, verdict)
+        stage("timing")
+        slots = 1 + rng.permutation(len(state) - 1)[: case.B]
+        call = bind(
+            OPERATIONS[case.op], *inputs.rows(slice(case.B)), state, slots, lower_bound=case.lower_bound
+        )
+        call()
+        samples = []
+        for _ in range(self.protocol.repeats):
+            start = time.perf_counter()
+            call()
+            samples.append((time.perf_counter() - start) * 1e6)
+        return make_row(
+            case, verdict, **summarize(samples), bytes_moved=call.bytes_moved, variant=call.variant
+        )
