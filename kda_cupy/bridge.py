@@ -118,7 +118,7 @@ def adopt_all(operands: Mapping[str, Any], written: Container[str] = ()) -> dict
     in_host = [name for name, place in places.items() if place == HOST]
     on_gpu = [name for name, place in places.items() if place != HOST]
     if in_host and on_gpu:
-        got = f"`{on_gpu[0]}` on cuda:{places[on_gpu[0]]}"
+        got = f"`{in_host[0]}` in host memory and `{on_gpu[0]}` on cuda:{places[on_gpu[0]]}"
         raise error("KDA-ARRAY-HOST-ON-DEVICE", operand=in_host[0], got=got, other=on_gpu[0])
     return {
         name: None if array is None else _adopt(name, array, places[name], name in written)
@@ -133,7 +133,7 @@ def _place(name: str, array: Any) -> int:
     if is_cupy(array):
         return int(array.data.device_id)
     if type(array).__name__ == "PyCapsule":
-        raise error("KDA-ARRAY-CAPSULE", operand=name)
+        raise error("KDA-ARRAY-CAPSULE", operand=name, got="a PyCapsule")
     if not (hasattr(array, "__dlpack__") and hasattr(array, "__dlpack_device__")):
         kind = f"{type(array).__module__}.{type(array).__qualname__}"
         raise error("KDA-ARRAY-KIND", operand=name, got=kind)
@@ -162,7 +162,9 @@ def _adopt(name: str, array: Any, place: int, written: bool) -> Any:
     tensor, read_only = _read(name, capsule)
     read_only = read_only or _is_immutable(array)
     if written and read_only:
-        raise error("KDA-ARRAY-READ-ONLY", operand=name)
+        raise error(
+            "KDA-ARRAY-READ-ONLY", operand=name, got=f"{type(array).__qualname__} in read-only memory"
+        )
     if place == HOST:
         return _host_view(name, tensor, read_only, capsule)
     return _device_view(name, tensor, place, (capsule, array))
@@ -241,7 +243,7 @@ def _dtype(name: str, tensor: _Tensor) -> np.dtype[Any]:
     dtype: np.dtype[Any] | None = _DTYPES.get((tensor.code, tensor.bits))
     if dtype is None or tensor.lanes != 1:
         got = f"DLPack type code {tensor.code}, {tensor.bits} bits, {tensor.lanes} lane(s)"
-        raise error("KDA-ARRAY-DTYPE", operand=name, got=got, wanted_dtype="a number type")
+        raise error("KDA-ARRAY-DTYPE", operand=name, got=got, wanted_dtype="of a number type that NumPy has")
     return dtype
 
 

@@ -13,13 +13,14 @@ from typing import Any
 
 import numpy as np
 
+from kda_cupy import bridge
 from kda_cupy.arrays import HOST, ArrayInfo, describe, shares_memory
 from kda_cupy.dtypes import FLOAT32
 from kda_cupy.errors import KdaError, error
 
 MAX_K = 512
 """A lane holds at most 16 keys of a row."""
-STATE_AXES = "[pool, HV, V, K]"
+STATE_AXES = "[P, HV, V, K]"
 
 
 def shape_text(shape: Iterable[int]) -> str:
@@ -31,26 +32,34 @@ def strides_text(info: ArrayInfo) -> str:
     """Strides in elements where they are whole, else in bytes."""
     size = info.dtype.itemsize
     if all(stride % size == 0 for stride in info.strides):
-        return f"strides {shape_text(stride // size for stride in info.strides)} for shape {shape_text(info.shape)}"
+        strides = shape_text(stride // size for stride in info.strides)
+        return f"element strides {strides} for shape {shape_text(info.shape)}"
     return f"strides {shape_text(info.strides)} bytes for elements of {size}"
 
 
 def check_contiguous_last(code: str, name: str, info: ArrayInfo) -> None:
+    """Neighbours on the last axis are neighbours in memory."""
     if not info.is_contiguous_in_last:
-        raise error(code, operand=name, got=strides_text(info))
+        raise error(code, operand=name, got=f"`{name}` with {strides_text(info)}")
 
 
 def check_contiguous(code: str, name: str, info: ArrayInfo) -> None:
+    """C order without gaps; axes of length 1 may have any stride."""
     if not info.is_contiguous:
-        raise error(code, operand=name, got=strides_text(info))
+        raise error(code, operand=name, got=f"`{name}` with {strides_text(info)}")
 
 
-def check_dtype(name: str, info: ArrayInfo, allowed: Iterable[np.dtype[Any]], code: str = "KDA-ARRAY-DTYPE") -> None:
+def check_dtype(
+    name: str, info: ArrayInfo, allowed: Iterable[np.dtype[Any]], code: str = "KDA-ARRAY-DTYPE"
+) -> None:
+    """One of the allowed types, in native byte order."""
     allowed = tuple(allowed)
     if info.dtype not in allowed:
         names = [dtype.name for dtype in allowed]
         wanted = names[0] if len(names) == 1 else f"{', '.join(names[:-1])} or {names[-1]}"
-        raise error(code, operand=name, got=info.dtype.name, wanted_dtype=wanted)
+        raise error(
+            code, operand=name, got=str(info.dtype), wanted_dtype=wanted
+        )  # str() shows a foreign byte order
 
 
 def check_strides(name: str, info: ArrayInfo) -> None:
@@ -58,6 +67,14 @@ def check_strides(name: str, info: ArrayInfo) -> None:
     for length, stride in zip(info.shape, info.strides, strict=True):
         if length > 1 and (stride < 0 or stride % info.dtype.itemsize):
             raise error("KDA-ARRAY-NEGATIVE-STRIDE", operand=name, got=strides_text(info))
+
+
+def check_alignment(name: str, info: ArrayInfo) -> None:
+    """Elements lie where a GPU can load them: at a multiple of their own size."""
+    past = info.misalignment % info.dtype.itemsize
+    if past and info.size:
+        got = f"an address {past} byte{'s' if past > 1 else ''} past a multiple of {info.dtype.itemsize}"
+        raise error("KDA-ARRAY-ALIGNMENT", operand=name, got=got)
 
 
 def check_one_place(infos: Mapping[str, ArrayInfo], code: str) -> None:
@@ -68,26 +85,23 @@ def check_one_place(infos: Mapping[str, ArrayInfo], code: str) -> None:
             continue
         if HOST in (info.device, reference.device):
             host, other = (name, first) if info.device == HOST else (first, name)
-            raise error("KDA-ARRAY-HOST-ON-DEVICE", operand=host, got=f"`{other}` on {infos[other].place}", other=other)
+            got = f"`{host}` in host memory and `{other}` on {infos[other].place}"
+            raise error("KDA-ARRAY-HOST-ON-DEVICE", operand=host, got=got, other=other)
         raise error(code, operand=name, got=f"`{first}` on {reference.place} and `{name}` on {info.place}")
 
 
 def check_state_layout(name: str, info: ArrayInfo) -> None:
-    """Inner strides dense, slots 16-byte aligned, K a size that the kernels know. Rank 4 is known."""
+    """K a size that the kernels know, inner strides dense, slots apart and 16-byte aligned. Rank 4 is known."""
     slots, HV, V, K = info.shape
     size = info.dtype.itemsize
+    if not (0 < K <= MAX_K and K % 4 == 0 and V > 0 and HV > 0):
+        layout = f"[pool, HV>=1, V>=1, K=4, 8, .., {MAX_K}]"
+        raise error("KDA-STATE-LAYOUT", operand=name, got=shape_text(info.shape), layout=layout)
     dense = (V * K * size, K * size, size)
     lengths = (HV, V, K)
     for length, stride, wanted in zip(lengths, info.strides[1:], dense, strict=True):
         if length > 1 and stride != wanted:
             raise error("KDA-STATE-STRIDES", operand=name, got=strides_text(info))
-    if not (0 < K <= MAX_K and K % 4 == 0 and V > 0 and HV > 0):
-        raise error(
-            "KDA-STATE-LAYOUT",
-            operand=name,
-            got=shape_text(info.shape),
-            layout=f"{STATE_AXES} with K a multiple of 4 from 4 to {MAX_K} and no empty axis but the first",
-        )
     if info.misalignment or (slots > 1 and info.strides[0] % 16):
         offset = f"an address {info.misalignment} bytes past a 16-byte boundary"
         stride = f"a slot stride of {info.strides[0]} bytes"
@@ -99,24 +113,26 @@ def check_state_layout(name: str, info: ArrayInfo) -> None:
 def check_state(array: Any, num_heads: int, *, device: int | None = None) -> None:
     """Raise OperandError unless ``array`` can serve as a state pool ``[P, HV=num_heads, V, K]``.
 
-    NumPy or CuPy array: float32, inner three strides dense, slot stride free but a multiple of 4 elements, first
-    element on a 16-byte boundary, on ``device`` if one is given (-1: host memory). Looks at metadata only.
+    Any array with DLPack: float32, inner three strides dense, slot stride free but a multiple of 4 elements, first
+    element on a 16-byte boundary, writable, on ``device`` if one is given (-1: host memory). Looks at metadata only.
+    DeviceError if it is elsewhere, BridgeError for what is no array.
     """
-    info, _ = describe(array)
+    info, _ = describe(bridge.adopt("state", array, written=True))
     if device is not None and info.device != device:
-        wanted = "host memory" if device == HOST else f"cuda:{device}"
-        raise error("KDA-STATE-DEVICE", operand="state", got=info.place, place=wanted)
+        came, wanted = ("in host memory" if n == HOST else f"on cuda:{n}" for n in (info.device, device))
+        raise error("KDA-STATE-DEVICE", operand="state", got=f"an array {came}", place=wanted)
     check_dtype("state", info, (FLOAT32,), "KDA-STATE-DTYPE")
     if info.rank != 4:
-        raise error("KDA-STATE-RANK", operand="state", got=f"shape {shape_text(info.shape)}", rank=info.rank)
-    check_contiguous_last("KDA-STATE-CONTIGUOUS", "state", info)
-    check_strides("state", info)
-    check_state_layout("state", info)
+        got = f"shape {shape_text(info.shape)}"
+        raise error("KDA-STATE-RANK", operand="state", got=got, rank=info.rank, axes=STATE_AXES)
     if info.shape[1] != num_heads:
         layout = f"[pool, HV={num_heads}, V, K]"
         raise error("KDA-STATE-LAYOUT", operand="state", got=shape_text(info.shape), layout=layout)
+    check_contiguous_last("KDA-STATE-CONTIGUOUS", "state", info)
+    check_strides("state", info)
+    check_state_layout("state", info)
     if not info.writeable:
-        raise error("KDA-ARRAY-READ-ONLY", operand="state")
+        raise error("KDA-ARRAY-READ-ONLY", operand="state", got="read-only memory")
 
 
 def is_valid_state(array: Any, num_heads: int) -> bool:
@@ -133,17 +149,25 @@ def check_no_overlap(
 ) -> None:
     """The operand ``written`` has no byte in common with the operand ``name``."""
     if shares_memory(info, pointer, other, other_pointer):
-        raise error("KDA-ARRAY-OVERLAP", operand=written, got=f"`{written}` inside the memory of `{name}`", other=name)
+        raise error(
+            "KDA-ARRAY-OVERLAP",
+            operand=written,
+            got=f"`{written}` and `{name}` with bytes in common",
+            other=name,
+        )
 
 
 def as_float(code: str, name: str, value: object) -> float:
-    """A finite Python float from any host scalar (float, int, NumPy scalar, 0-d NumPy array)."""
+    """A finite Python float from any host scalar (float, int, NumPy scalar, 0-d array)."""
+    kind = type(value).__name__
+    if hasattr(value, "__cuda_array_interface__"):  # to be read back on every call; nor may repr() do so
+        raise error(code, operand=name, got=f"a {kind} in GPU memory")
     try:
-        if hasattr(value, "__cuda_array_interface__"):
-            raise TypeError("a device value would have to be read back on every call")
+        if isinstance(value, (str, bytes)) or getattr(value, "ndim", False):  # float() takes some of these
+            raise TypeError
         number = float(value)  # type: ignore[arg-type]
-    except (TypeError, ValueError):
-        raise error(code, operand=name, got=f"{value!r} of type {type(value).__name__}") from None
+    except (TypeError, ValueError, OverflowError):
+        raise error(code, operand=name, got=f"{value!r} of type {kind}") from None
     if not math.isfinite(number):
         raise error(code, operand=name, got=repr(number))
     return number

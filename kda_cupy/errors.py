@@ -21,7 +21,14 @@ class KdaError(Exception):
     """
 
     def __init__(
-        self, message: str, *, code: str = "", operand: str = "", got: str = "", wanted: str = "", hint: str = ""
+        self,
+        message: str,
+        *,
+        code: str = "",
+        operand: str = "",
+        got: str = "",
+        wanted: str = "",
+        hint: str = "",
     ) -> None:
         super().__init__(message)
         self.code = code
@@ -91,11 +98,13 @@ class Page:
     related: tuple[str, ...]
     predicate: str = ""
     """Public function that tells without raising, where there is one."""
+    needs: str = ""
+    """What a machine must be like for the example to run, if not every machine will do."""
 
     def message(self, got: str, fields: dict[str, object]) -> str:
-        """The whole message: the rule, what came, the cure."""
+        """The whole message: the rule, what came (unless the rule's own words say it), the cure."""
         words = self.words.format(**fields)
-        came = f" Got {got}." if got else ""
+        came = f" Got {got}." if got and "{got}" not in self.words else ""
         return f"{words}{'' if words.endswith('.') else '.'}{came} {self.cure.format(**fields)}."
 
 

@@ -107,6 +107,6 @@ def _take(device: int) -> KdaError | None:
         got=f"slot {note['value']} in {OPERATIONS[note['operation']]} on "
         f"{'the NumPy backend' if device == HOST else f'cuda:{device}'}"
         + (f", and {others} more such row{'s' if others > 1 else ''}" if others else ""),
-        row=int(note["row"]),
-        last=int(note["limit"]) - 1,
+        place=f"{OPERANDS[note['operand']]}[{note['row']}]",
+        allowed=f"a slot below P={note['limit']}, or negative for padding",
     )

@@ -17,7 +17,6 @@ import numpy as np
 from kda_cupy.errors import error
 from kda_cupy.modules import Kernel
 
-
 #: The most blocks a grid can have along z.
 MAX_GRID_Z: Final = 65_535
 
@@ -54,6 +53,7 @@ class Launch:
     """Operands whose memory must outlive the launch."""
 
     def __call__(self) -> None:
+        """Launch."""
         import cupy
 
         if cupy.cuda.runtime.getDevice() == self.device:
@@ -75,6 +75,7 @@ class HostCall:
     results: Any
 
     def __call__(self) -> None:
+        """Compute."""
         self.function()
 
 
@@ -97,17 +98,21 @@ class BoundCall:
 
     @property
     def out(self) -> Any:
+        """The first of ``results``."""
         return self.results[0]
 
     @property
     def variant(self) -> str:
+        """Name of the kernel variant, or ``"numpy"``."""
         return self._call.kernel.variant if isinstance(self._call, Launch) else "numpy"
 
     @property
     def registers(self) -> int:
+        """Registers a thread; 0 on NumPy."""
         return self._call.kernel.registers if isinstance(self._call, Launch) else 0
 
     def __call__(self) -> Any:
+        """Launch (or compute), and return what the operation returns."""
         self._call()
         return self.results
 

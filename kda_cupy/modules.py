@@ -9,7 +9,7 @@ from typing import Any
 
 from kda_cupy import sources
 from kda_cupy.config import KernelConfig
-from kda_cupy.errors import CompileError, error
+from kda_cupy.errors import error
 
 OPTIONS = ("--std=c++17",)
 """Beside the configuration's macros. CuPy adds ``-arch`` for the device at hand and ``-ftz=true``."""
@@ -36,7 +36,7 @@ _lock = threading.Lock()
 def get_kernel(config: KernelConfig, device: int) -> Kernel:
     """The kernel of a configuration on a device, compiled at the first call (or taken from CuPy's disk cache).
 
-    Raises CompileError (KDA-COMPILER-HEADERS, -ARCH or -COMPILE) with what to do.
+    Raises CompileError (KDA-COMPILER-NVRTC, -HEADERS, -ARCH, -CACHE or -COMPILE) with what to do.
     """
     key = (config, device)
     kernel = _kernels.get(key)
@@ -62,24 +62,22 @@ def _compile(config: KernelConfig, device: int) -> Kernel:
 
 
 def _explain(cause: Exception, config: KernelConfig, device: int) -> Exception:
-    """Turn what CuPy or NVRTC raised into a page of the catalogue; what is not theirs stays as it is."""
-    import cupy
-
-    text = str(cause)
-    kind = type(cause).__name__
-    if kind not in ("CompileException", "NVRTCError", "CUDADriverError", "CUDARuntimeError", "RuntimeError"):
-        return cause
-    where = _machine(device)
-    if "invalid value for --gpu-architecture" in text or "NVRTC_ERROR_INVALID_OPTION" in text:
-        return error("KDA-COMPILER-ARCH", got=where)
-    if "cannot open source file" in text or "Failed to auto-detect CUDA" in text or "headers" in text:
+    """Turn what CuPy, NVRTC or the disk raised into a page of the catalogue; anything else stays as it is."""
+    text, kind = str(cause), type(cause).__name__
+    if isinstance(cause, OSError):
+        return error("KDA-COMPILER-CACHE", got=text)
+    if kind == "DynamicLibNotFoundError":
+        return error("KDA-COMPILER-NVRTC", got=text.strip().splitlines()[0])
+    if "CUDA headers" in text or "cannot open source file" in text:
         return error("KDA-COMPILER-HEADERS", got=_first_error(text) or text.strip().splitlines()[0])
-    if isinstance(cause, cupy.cuda.compiler.CompileException):
+    if "--gpu-architecture" in text or "NVRTC_ERROR_INVALID_OPTION" in text:
+        return error("KDA-COMPILER-ARCH", got=_machine(device))
+    if kind in ("CompileException", "NVRTCError", "CUDADriverError"):
         first = _first_error(text) or text.strip().splitlines()[0]
-        made = error("KDA-COMPILER-COMPILE", got=f"`{first}` on {where}", variant=config.variant)
+        made = error("KDA-COMPILER-COMPILE", got=f"`{first}` on {_machine(device)}", variant=config.variant)
         made.add_note(_listing(first, config.source))
         return made
-    return CompileError(f"{config.variant} could not be loaded on {where}: {text}", code="KDA-COMPILER-COMPILE")
+    return cause
 
 
 def _first_error(log: str) -> str:
@@ -95,7 +93,9 @@ def _listing(first_error: str, source: str, around: int = 3) -> str:
     lines = sources.read_kernel(name).splitlines()
     start = max(int(number) - around, 1)
     shown = lines[start - 1 : int(number) + around]
-    return "\n".join(f"{'>' if i == int(number) else ' '} {i:4d}  {line}" for i, line in enumerate(shown, start))
+    return "\n".join(
+        f"{'>' if i == int(number) else ' '} {i:4d}  {line}" for i, line in enumerate(shown, start)
+    )
 
 
 def _machine(device: int) -> str:

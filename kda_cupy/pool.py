@@ -3,22 +3,25 @@
 
 from __future__ import annotations
 
+import math
 import operator
 import threading
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from numbers import Integral
 from typing import Any, overload
 
 import numpy as np
 
 from kda_cupy import bridge
-from kda_cupy.arrays import is_numpy
-from kda_cupy.checks import MAX_K, check_state, shape_text
+from kda_cupy.arrays import ArrayInfo, describe, is_numpy
+from kda_cupy.checks import MAX_K, STATE_AXES, check_state, shape_text, strides_text
 from kda_cupy.errors import error
 from kda_cupy.gpu import require_gpu
 
 RESERVED = 0
 """Slot 0 is never handed out, so that engines can point padding at it."""
+_SIZES = f"layers >= 1, capacity >= 1 (P >= 2), HV >= 1, V >= 1 and K = 4, 8, .., {MAX_K}"
 _ALIGNMENT = 256
 
 
@@ -50,16 +53,19 @@ class StatePool:
     ) -> None:
         """Allocate and zero a pool.
 
-        capacity: slots to hand out. num_value_heads: HV. head_k_dim: K, a multiple of 4 up to 512. head_v_dim: V, default
-        K. layers: leading axis of ``state``. device: number of the GPU, ``"cpu"`` for NumPy, default CuPy's current GPU.
-        Raises OperandError (KDA-POOL-GEOMETRY) for sizes that make no pool, NoGpuError without a GPU.
+        capacity: slots to hand out. num_value_heads: HV. head_k_dim: K, a multiple of 4 up to 512. head_v_dim: V,
+        default K. layers: leading axis of ``state``. device: number of the GPU, ``"cpu"`` for NumPy, default CuPy's
+        current GPU. Raises OperandError (KDA-POOL-GEOMETRY) for sizes that make no pool, NoGpuError without a GPU.
         """
         head_v_dim = head_k_dim if head_v_dim is None else head_v_dim
         sizes = (layers, capacity, num_value_heads, head_v_dim, head_k_dim)
-        if min(sizes) < 1 or head_k_dim % 4 or head_k_dim > MAX_K:
-            raise error("KDA-POOL-GEOMETRY", got=f"layers, capacity, HV, V, K = {shape_text(sizes)}")
-        shape = (layers, capacity + 1, num_value_heads, head_v_dim, head_k_dim)
-        self._adopt(_zeros(shape, device), None)
+        whole = all(isinstance(size, Integral) and size > 0 for size in sizes)
+        if not whole or head_k_dim % 4 or head_k_dim > MAX_K:
+            raise error(
+                "KDA-POOL-GEOMETRY", got=f"layers, capacity, HV, V, K = {shape_text(sizes)}", rule=_SIZES
+            )
+        L, slots, HV, V, K = map(int, sizes)
+        self._adopt(_zeros((L, slots + 1, HV, V, K), device), None)
 
     def _adopt(self, state: Any, original: Any) -> None:
         self.state = state
@@ -72,20 +78,31 @@ class StatePool:
     def wrap(cls, array: Any) -> StatePool:
         """Make a pool of somebody else's buffer ``[P, HV, V, K]`` or ``[layers, P, HV, V, K]``, without copying.
 
-        NumPy, CuPy, or any writable array with DLPack (torch); slots may be padded or interleaved (free slot stride, a
-        multiple of 4 elements). Nothing is written until a slot is allocated; updates are visible in the original.
-        Slot 0 is not handed out here either. Raises what :func:`kda_cupy.check_state` raises.
+        NumPy, CuPy, or any writable array with DLPack (torch); slots and layers may be padded or interleaved (free
+        strides, multiples of 4 elements, as long as no two slots share memory). Nothing is written until a slot is
+        allocated; updates are visible in the original. Slot 0 is not handed out here either. ``pool[layer]`` is a NumPy
+        or CuPy array: work on it is ordered on CuPy's current stream, and no longer on that of the original's library.
+        Raises what :func:`kda_cupy.check_state` raises, BridgeError for what is no array, and OperandError
+        (KDA-POOL-GEOMETRY) without a slot besides slot 0.
         """
         native = bridge.adopt("array", array, written=True)
         if native.ndim not in (4, 5):
-            raise error("KDA-STATE-RANK", operand="array", got=f"shape {shape_text(native.shape)}", rank=native.ndim)
+            raise error(
+                "KDA-STATE-RANK",
+                operand="array",
+                got=f"shape {shape_text(native.shape)}",
+                rank=native.ndim,
+                axes=f"{STATE_AXES} or [layers, {STATE_AXES[1:]}",
+            )
         layers = native if native.ndim == 5 else native[None]
         if not layers.shape[0]:
-            raise error("KDA-POOL-GEOMETRY", got="no layers")
+            raise error("KDA-POOL-GEOMETRY", operand="array", got="no layers", rule=_SIZES)
         for layer in layers[:2]:  # the others follow the same stride
             check_state(layer, layer.shape[1])
+        _check_slots_apart(describe(layers)[0])
         if layers.shape[1] < 2:
-            raise error("KDA-POOL-GEOMETRY", got=f"{layers.shape[1]} slot(s), of which slot 0 is reserved")
+            got = f"P={layers.shape[1]} for slot 0, which is reserved, and all others"
+            raise error("KDA-POOL-GEOMETRY", operand="array", got=got, rule=_SIZES)
         pool = cls.__new__(cls)
         pool._adopt(layers, array)
         return pool
@@ -95,15 +112,17 @@ class StatePool:
         return self.state[operator.index(layer)]
 
     def __len__(self) -> int:
-        """Number of slots that can be handed out in all."""
+        """``capacity``, whatever is in use."""
         return self.capacity
 
     @property
     def capacity(self) -> int:
+        """Number of slots that can be handed out in all: 1 to ``capacity``."""
         return int(self.state.shape[1]) - 1
 
     @property
     def layers(self) -> int:
+        """Length of the leading axis of ``state``."""
         return int(self.state.shape[0])
 
     @property
@@ -133,7 +152,7 @@ class StatePool:
         """
         count = 1 if n is None else operator.index(n)
         if count < 0:
-            raise error("KDA-POOL-GEOMETRY", got=f"allocate({n})")
+            raise error("KDA-POOL-GEOMETRY", operand="n", got=f"allocate({n})", rule="`n` >= 0")
         with self._lock:
             if count > len(self._free):
                 raise error(
@@ -145,24 +164,37 @@ class StatePool:
             slots = [self._free.pop() for _ in range(count)]
             self._in_use.update(slots)
         try:
-            for slot in slots:
-                self.state[:, slot].fill(0)  # written, not multiplied: a NaN must not survive
+            self._zero(slots)
         except BaseException:
             self.release(slots)
             raise
         return slots[0] if n is None else np.array(slots, np.int32)
 
+    def _zero(self, slots: list[int]) -> None:
+        """Written, not multiplied: a NaN must not survive."""
+        if is_numpy(self.state):
+            self.state[:, slots] = 0
+            return
+        with self.state.device:
+            for first, end in _runs(slots):
+                self.state[:, first:end].fill(0)
+
     def release(self, slots: int | Iterable[int]) -> None:
         """Give slots back. All or nothing: raises SlotError and frees none if one is free, reserved or out of range."""
-        names = [slots] if hasattr(slots, "__index__") and not getattr(slots, "ndim", 0) else slots
-        wanted = [operator.index(slot) for slot in names]  # type: ignore[union-attr]
+        one = hasattr(slots, "__index__") and not getattr(slots, "ndim", 0)
+        names: Any = [slots] if one else slots
+        wanted = [operator.index(slot) for slot in names]
         with self._lock:
             seen: set[int] = set()
             for row, slot in enumerate(wanted):
                 if slot == RESERVED:
                     raise error("KDA-POOL-RESERVED", operand="slots", got=f"slots[{row}] = {slot}")
                 if not 0 < slot <= self.capacity:
-                    raise error("KDA-VALUE-SLOT-RANGE", operand="slots", got=f"slot {slot}", row=row, last=self.capacity)
+                    place, allowed = f"slots[{row}]", f"a slot from 1 to {self.capacity}"
+                    got = f"slot {slot}"
+                    raise error(
+                        "KDA-VALUE-SLOT-RANGE", operand="slots", got=got, place=place, allowed=allowed
+                    )
                 if slot not in self._in_use or slot in seen:
                     raise error("KDA-POOL-DOUBLE-RELEASE", operand="slots", got=f"slot {slot}")
                 seen.add(slot)
@@ -192,15 +224,40 @@ class StatePool:
 def _zeros(shape: tuple[int, ...], device: int | str | None) -> Any:
     if device == "cpu":
         return _aligned_host_zeros(shape)
+    rule = '`device` to be "cpu", None or the number of a GPU'
     if isinstance(device, str):
-        raise error("KDA-POOL-GEOMETRY", got=f"device={device!r}")
+        raise error("KDA-POOL-GEOMETRY", operand="device", got=f"device={device!r}", rule=rule)
     cupy = require_gpu()
+    gpus = cupy.cuda.runtime.getDeviceCount()
+    if device is not None and not 0 <= device < gpus:
+        raise error(
+            "KDA-POOL-GEOMETRY", operand="device", got=f"device={device!r}, with {gpus} here", rule=rule
+        )
     with cupy.cuda.Device(device):
         return cupy.zeros(shape, np.float32)  # CuPy allocates in units of 512 bytes
 
 
 def _aligned_host_zeros(shape: tuple[int, ...]) -> Any:
-    size = int(np.prod(shape, dtype=np.int64)) * 4
+    size = math.prod(shape) * 4
     raw = np.zeros(size + _ALIGNMENT, np.uint8)
     start = -raw.ctypes.data % _ALIGNMENT
     return raw[start : start + size].view(np.float32).reshape(shape)
+
+
+def _check_slots_apart(info: ArrayInfo) -> None:
+    """No two slots of any layers overlap: of slots and layers, one nests in the other's stride."""
+    taken = math.prod(info.shape[2:]) * info.dtype.itemsize
+    for stride, length in sorted(zip(info.strides[:2], info.shape[:2], strict=True)):
+        if length > 1:
+            if stride < taken:
+                raise error("KDA-STATE-STRIDES", operand="array", got=strides_text(info))
+            taken += (length - 1) * stride
+
+
+def _runs(slots: list[int]) -> Iterator[tuple[int, int]]:
+    """The slots as half-open ranges, as few as can be: each becomes one fill."""
+    ordered = sorted(slots)
+    breaks = [i for i in range(1, len(ordered)) if ordered[i] != ordered[i - 1] + 1]
+    for start, stop in zip([0, *breaks], [*breaks, len(ordered)], strict=True):
+        if start < stop:
+            yield ordered[start], ordered[stop - 1] + 1

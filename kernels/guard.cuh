@@ -29,7 +29,9 @@ __device__ inline void record_error(ErrorRecord* record, int operation, int oper
 __device__ __forceinline__ long long load_index(const void* indices, bool is_64bit, long long i) {
     long long index;
     if (is_64bit) {
-        asm volatile("ld.global.b64 %0, [%1];" : "=l"(index) : "l"(static_cast<const long long*>(indices) + i));
+        asm volatile("ld.global.b64 %0, [%1];"
+                     : "=l"(index)
+                     : "l"(static_cast<const long long*>(indices) + i));
     } else {
         int narrow;
         asm volatile("ld.global.b32 %0, [%1];" : "=r"(narrow) : "l"(static_cast<const int*>(indices) + i));

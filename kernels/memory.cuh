@@ -6,8 +6,12 @@
 
 #pragma once
 
-struct bf16 { unsigned short bits; };
-struct fp16 { unsigned short bits; };
+struct bf16 {
+    unsigned short bits;
+};
+struct fp16 {
+    unsigned short bits;
+};
 
 __device__ __forceinline__ float to_float(float x) { return x; }
 __device__ __forceinline__ float to_float(bf16 x) { return __uint_as_float(unsigned(x.bits) << 16); }
@@ -46,7 +50,8 @@ template <bool kVector> __device__ __forceinline__ void load4(const float* from,
         for (int i = 0; i < 4; ++i) to[i] = from[i];
     }
 }
-template <bool kVector, typename Half> __device__ __forceinline__ void load4(const Half* from, float (&to)[4]) {
+template <bool kVector, typename Half>
+__device__ __forceinline__ void load4(const Half* from, float (&to)[4]) {
     static_assert(sizeof(Half) == 2, "bf16 or fp16");
     Half x[4];
     if constexpr (kVector) {
@@ -66,10 +71,13 @@ template <bool kVector, typename Half> __device__ __forceinline__ void load4(con
 __device__ __forceinline__ float4 load_streaming(const float* from) {
     float4 x;
     asm volatile("ld.global.cs.v4.f32 {%0, %1, %2, %3}, [%4];"
-                 : "=f"(x.x), "=f"(x.y), "=f"(x.z), "=f"(x.w) : "l"(from) : "memory");
+                 : "=f"(x.x), "=f"(x.y), "=f"(x.z), "=f"(x.w)
+                 : "l"(from)
+                 : "memory");
     return x;
 }
 __device__ __forceinline__ void store_streaming(float* to, float4 x) {
-    asm volatile("st.global.cs.v4.f32 [%0], {%1, %2, %3, %4};"
-                 :: "l"(to), "f"(x.x), "f"(x.y), "f"(x.z), "f"(x.w) : "memory");
+    asm volatile("st.global.cs.v4.f32 [%0], {%1, %2, %3, %4};" ::"l"(to), "f"(x.x), "f"(x.y), "f"(x.z),
+                 "f"(x.w)
+                 : "memory");
 }

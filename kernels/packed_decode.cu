@@ -27,7 +27,7 @@
 // walking all rows at one head first cost 4 % at B = 256 (H200).
 //
 // Small batches. A block's code runs once, front to back, so a small batch waits for instructions as well as for
-// memory: 900 instructions took 1.8 times as long as the yardstick at one row of 12 heads, 550 take 1.2. Hence
+// memory: 900 instructions took 1.8 times as long as the yardstick at one row of 12 heads, 610 take 1.2. Hence
 // nothing is divided by a number that the compiler does not know, alignment is a variant and not a branch, and
 // slow paths of the maths library are avoided. The slot index is loaded first, the small operands behind it, the
 // state as soon as the slot is known; gates and norms are computed while the state is on its way.
@@ -50,7 +50,7 @@ struct PackedDecodeParams {
     const void* indices;              // [B]
     KDA_ACTIVATION* out;              // [B][HV][V]
     ErrorRecord* errors;
-    long long first_row;              // of this launch: the z axis of a grid stops at 65,535 blocks, a batch need not
+    long long first_row;  // of this launch: the z axis of a grid stops at 65,535 blocks, a batch need not
     long long qkv_stride, a_stride, b_stride, slot_stride, index_stride, slots;
     int null_index, index_is_64bit, normalize_qk;
     float scale, lower_bound, beta_scale;
@@ -62,17 +62,18 @@ namespace {
 constexpr int kK = KDA_K, kV = KDA_V;
 constexpr bool kPerKeyGate = KDA_PER_KEY_GATE, kBounded = KDA_BOUNDED, kVector = KDA_VECTOR;
 
-constexpr int kGroups = kK / 4;                              // float4 groups of a row
-constexpr int kLanes = kGroups <= 16 ? 16 : 32;              // lanes that span a row
-constexpr int kParts = (kGroups + kLanes - 1) / kLanes;      // float4 groups a lane owns in a row
-constexpr int kSteps = 8;                                    // rows a lane holds
-constexpr int kRows = kSteps * 32 / kLanes;                  // rows a block owns
-constexpr int kShare = kLanes / (2 * kSteps);               // lanes that end up with one of a row's two sums
+constexpr int kGroups = kK / 4;                          // float4 groups of a row
+constexpr int kLanes = kGroups <= 16 ? 16 : 32;          // lanes that span a row
+constexpr int kParts = (kGroups + kLanes - 1) / kLanes;  // float4 groups a lane owns in a row
+constexpr int kSteps = 8;                                // rows a lane holds
+constexpr int kRows = kSteps * 32 / kLanes;              // rows a block owns
+constexpr int kShare = kLanes / (2 * kSteps);            // lanes that end up with one of a row's two sums
 constexpr int kTiles = (kV + kRows - 1) / kRows;
 constexpr bool kWholeTiles = kV % kRows == 0, kWholeRows = kGroups % kLanes == 0;
 
 static_assert(kK % 4 == 0 && kK <= 512, "a lane owns whole float4 groups");
-static_assert(sizeof(PackedDecodeParams) == KDA_PARAMS_BYTES, "host and device disagree about the parameters");
+static_assert(sizeof(PackedDecodeParams) == KDA_PARAMS_BYTES,
+              "host and device disagree about the parameters");
 
 // The keys of one lane: part p holds keys 4 * (lane_in_row + p * kLanes) and the three after it.
 using Keys = float[kParts][4];
@@ -101,7 +102,8 @@ template <typename T> __device__ __forceinline__ void load_keys(const T* row, in
 
 }  // namespace
 
-extern "C" __global__ void __launch_bounds__(32) packed_decode(const __grid_constant__ PackedDecodeParams params) {
+extern "C" __global__ void __launch_bounds__(32)
+    packed_decode(const __grid_constant__ PackedDecodeParams params) {
     // Grid (HV / H * kTiles, H, rows of this launch).
     const unsigned row = static_cast<unsigned>(params.first_row) + blockIdx.z;
     const int tile = blockIdx.x % kTiles, group_size = gridDim.x / kTiles;
@@ -129,8 +131,10 @@ extern "C" __global__ void __launch_bounds__(32) packed_decode(const __grid_cons
     // After the sums this lane speaks for one row of the tile: `own_row`.
     const int own_row = tile * kRows + lane_in_row / (2 * kShare) * (32 / kLanes) + lane / kLanes;
     const bool own_row_exists = kWholeTiles || own_row < kV;
-    const float v = own_row_exists ? to_float(qkv[2 * qk_width + static_cast<long long>(head) * kV + own_row]) : 0.0f;
-    KDA_ACTIVATION* const out = params.out + (static_cast<long long>(row) * (gridDim.y * group_size) + head) * kV + own_row;
+    const float v =
+        own_row_exists ? to_float(qkv[2 * qk_width + static_cast<long long>(head) * kV + own_row]) : 0.0f;
+    KDA_ACTIVATION* const out =
+        params.out + (static_cast<long long>(row) * (gridDim.y * group_size) + head) * kV + own_row;
     const bool writes_out = own_row_exists && lane_in_row % (2 * kShare) == 0;
 
     if (slot <= params.null_index || slot >= params.slots) {
@@ -141,7 +145,8 @@ extern "C" __global__ void __launch_bounds__(32) packed_decode(const __grid_cons
     }
 
     float* const state = params.state + slot * params.slot_stride + static_cast<long long>(head) * (kV * kK);
-    const int first_row = tile * kRows + lane / kLanes;  // step s of this lane is row first_row + s * 32 / kLanes
+    const int first_row =
+        tile * kRows + lane / kLanes;  // step s of this lane is row first_row + s * 32 / kLanes
     float4 S[kSteps][kParts];
 #pragma unroll
     for (int s = 0; s < kSteps; ++s)
@@ -161,7 +166,8 @@ extern "C" __global__ void __launch_bounds__(32) packed_decode(const __grid_cons
         k_scale = rsqrtf(sum_lanes<kLanes>(dot(k, k)) + 1e-6f);
     }
     const float rate = decay_rate(A_log);
-    const float head_decay = kPerKeyGate ? 0.0f : expf(log_decay<kBounded>(raw[0][0] + bias[0][0], rate, params.lower_bound));
+    const float head_decay =
+        kPerKeyGate ? 0.0f : expf(log_decay<kBounded>(raw[0][0] + bias[0][0], rate, params.lower_bound));
     Keys decay, decayed_q, decayed_k;
 #pragma unroll
     for (int p = 0; p < kParts; ++p)
@@ -169,7 +175,9 @@ extern "C" __global__ void __launch_bounds__(32) packed_decode(const __grid_cons
         for (int i = 0; i < 4; ++i) {
             q[p][i] *= q_scale;
             k[p][i] *= k_scale;
-            decay[p][i] = kPerKeyGate ? expf(log_decay<kBounded>(raw[p][i] + bias[p][i], rate, params.lower_bound)) : head_decay;
+            decay[p][i] = kPerKeyGate
+                              ? expf(log_decay<kBounded>(raw[p][i] + bias[p][i], rate, params.lower_bound))
+                              : head_decay;
             decayed_q[p][i] = q[p][i] * decay[p][i];
             decayed_k[p][i] = k[p][i] * decay[p][i];
         }

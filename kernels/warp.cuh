@@ -17,7 +17,8 @@ template <int kLanes> __device__ __forceinline__ float sum_lanes(float x) {
 // kCount * log2(kLanes). At each step a lane hands half of its values to its partner and keeps the partner's other
 // half; once it has one value left, the remaining steps add that one up. What a lane holds in the end is the
 // whole sum of value number `lane / (kLanes / kCount)`. Recursion, because a loop that halves two counters is not unrolled.
-template <int kLanes, int kCount> __device__ __forceinline__ float sum_lanes_each(float (&x)[kCount], int lane) {
+template <int kLanes, int kCount>
+__device__ __forceinline__ float sum_lanes_each(float (&x)[kCount], int lane) {
     static_assert(kCount <= kLanes, "every value needs a lane to end in");
     if constexpr (kCount == 1) {
         return sum_lanes<kLanes>(x[0]);

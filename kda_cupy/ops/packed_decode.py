@@ -17,7 +17,9 @@ import numpy as np
 from kda_cupy import bridge, guard
 from kda_cupy.arrays import HOST, ArrayInfo, describe
 from kda_cupy.checks import (
+    STATE_AXES,
     as_float,
+    check_alignment,
     check_contiguous,
     check_contiguous_last,
     check_dtype,
@@ -26,7 +28,6 @@ from kda_cupy.checks import (
     check_state_layout,
     check_strides,
     shape_text,
-    strides_text,
 )
 from kda_cupy.config import PackedDecodeConfig
 from kda_cupy.dtypes import BFLOAT16, FLOAT32, FLOATS, INDICES, INT64
@@ -54,6 +55,7 @@ class Operands(NamedTuple):
 WRITTEN = ("initial_state", "out")
 OPTIONAL = ("A_log", "out")
 _STATE, _OUT = Operands._fields.index("initial_state"), Operands._fields.index("out")
+_READ = tuple(index for index in range(len(Operands._fields)) if index not in (_STATE, _OUT))
 
 
 class Options(NamedTuple):
@@ -125,6 +127,7 @@ class Plan:
 
     @cached_property
     def kernel(self) -> Kernel:
+        """Compiled at the first use."""
         return get_kernel(self.config, self.device)
 
     @cached_property
@@ -139,10 +142,12 @@ class Plan:
 
     @property
     def out_shape(self) -> tuple[int, int, int, int]:
+        """[B, 1, HV, V]."""
         return (self.B, 1, self.HV, self.V)
 
     @property
     def bytes_moved(self) -> int:
+        """See the function of this name."""
         return bytes_moved(self.B, self.H, self.HV, self.K, self.V, self.config)
 
 
@@ -185,30 +190,35 @@ def check(operation: str, infos: Operands, options: Options) -> Plan:
     _check_dtypes(x, a, b, A_log, dt_bias, state, indices, out)
     for name, info in named.items():
         check_strides(name, info)
+    for name, info in named.items():
+        if name != "initial_state":  # which has a stricter check of its own
+            check_alignment(name, info)
 
     B = x.shape[0]
     if not B == a.shape[0] == b.shape[0]:
-        raise error("KDA-PACKED-BATCH", operand="mixed_qkv", x=B, a=a.shape[0], b=b.shape[0])
+        got = f"`mixed_qkv.shape[0]={B}`, `a.shape[0]={a.shape[0]}`, `b.shape[0]={b.shape[0]}`"
+        raise error("KDA-PACKED-BATCH", operand="mixed_qkv", got=got)
     if indices.shape != (B,):
-        raise error("KDA-PACKED-INDICES-SHAPE", operand="ssm_state_indices", came=indices.shape, expected=(B,))
+        raise error(
+            "KDA-PACKED-INDICES-SHAPE", operand="ssm_state_indices", got=str(indices.shape), expected=(B,)
+        )
 
     if state.rank != 4:
-        raise error(
-            "KDA-STATE-RANK", operand="initial_state", got=f"shape {shape_text(state.shape)}", rank=state.rank
-        )
+        got = f"shape {shape_text(state.shape)}"
+        raise error("KDA-STATE-RANK", operand="initial_state", got=got, rank=state.rank, axes=STATE_AXES)
     check_contiguous_last("KDA-STATE-CONTIGUOUS", "initial_state", state)
     check_state_layout("initial_state", state)
     slots, HV, V, K = state.shape
 
     _check_gate_shapes(per_key, HV, K, a, b, A_log, dt_bias)
     if out is not None and out.shape != (B, 1, HV, V):
-        raise error("KDA-PACKED-OUT-SHAPE", operand="out", expected=(B, 1, HV, V), came=out.shape)
+        raise error("KDA-PACKED-OUT-SHAPE", operand="out", got=str(out.shape), expected=(B, 1, HV, V))
     H = _heads(x.shape[1], HV, V, K)
 
     scale, lower_bound = _check_options(options, K, A_log)
     for name, info in (("initial_state", state), ("out", out)):
         if info is not None and not info.writeable:
-            raise error("KDA-ARRAY-READ-ONLY", operand=name)
+            raise error("KDA-ARRAY-READ-ONLY", operand=name, got="read-only memory")
 
     params = PackedDecodeParams(
         *(0,) * 10,
@@ -276,17 +286,21 @@ def _check_ranks_and_contiguity(
     out: ArrayInfo | None,
 ) -> None:
     if x.rank != 2:
-        raise error("KDA-PACKED-QKV-RANK", operand="mixed_qkv", got=f"shape {shape_text(x.shape)}")
+        raise error(
+            "KDA-PACKED-QKV-RANK", operand="mixed_qkv", got=f"shape {shape_text(x.shape)}", rank=x.rank
+        )
     check_contiguous_last("KDA-PACKED-QKV-CONTIGUOUS", "mixed_qkv", x)
     for name, info in (("a", a), ("b", b)):
         if info.rank != 2:
             axes = "[B, HV*K]" if per_key and name == "a" else "[B, HV]"
-            raise error("KDA-PACKED-AB-RANK", operand=name, got=f"shape {shape_text(info.shape)}", axes=axes)
+            got = f"shape {shape_text(info.shape)}"
+            raise error("KDA-PACKED-AB-RANK", operand=name, got=got, rank=info.rank, axes=axes)
     for name, info in (("a", a), ("b", b)):
         check_contiguous_last("KDA-PACKED-AB-CONTIGUOUS", name, info)
     if dt_bias.rank not in ((1, 2) if per_key else (1,)):
-        axes = "[HV*K] or [HV, K]" if per_key else "[HV]"
-        raise error("KDA-PACKED-GATE-RANK", operand="dt_bias", got=f"shape {shape_text(dt_bias.shape)}", axes=axes)
+        wanted = "1D or 2D tensor, [HV*K] or [HV, K]" if per_key else "1D tensor, [HV]"
+        got = f"shape {shape_text(dt_bias.shape)}"
+        raise error("KDA-PACKED-GATE-RANK", operand="dt_bias", got=got, rank=dt_bias.rank, wanted_rank=wanted)
     for name, gate in (("A_log", A_log), ("dt_bias", dt_bias)):
         if gate is not None:
             check_contiguous("KDA-PACKED-GATE-CONTIGUOUS", name, gate)
@@ -322,17 +336,19 @@ def _check_dtypes(
     check_dtype("ssm_state_indices", indices, INDICES)
     if out is not None:
         check_dtype("out", out, (x.dtype,))
-    if x.device != HOST and BFLOAT16 in (x.dtype, a.dtype, b.dtype, dt_bias.dtype, A_log and A_log.dtype):
-        _check_bfloat16_support(x.device)
+    named = {"mixed_qkv": x, "a": a, "b": b, "A_log": A_log, "dt_bias": dt_bias}
+    bfloat16 = [name for name, info in named.items() if info is not None and info.dtype == BFLOAT16]
+    if bfloat16 and x.device != HOST:
+        _check_bfloat16_support(bfloat16[0], x.device)
 
 
-@lru_cache
-def _check_bfloat16_support(device: int) -> None:
+def _check_bfloat16_support(name: str, device: int) -> None:
     import cupy
 
     capability = cupy.cuda.Device(device).compute_capability
     if int(capability) < 80:
-        raise error("KDA-ARRAY-BF16-SUPPORT", got=f"compute capability {capability[:-1]}.{capability[-1]}")
+        got = f"`{name}` in bfloat16 on a GPU of compute capability {capability[:-1]}.{capability[-1]}"
+        raise error("KDA-ARRAY-BF16-SUPPORT", operand=name, got=got)
 
 
 def _check_gate_shapes(
@@ -342,14 +358,14 @@ def _check_gate_shapes(
     wanted_a = f"[B, HV*K] with HV={HV}, K={K}" if per_key else f"[B, HV] with HV={HV}"
     for name, info, width, wanted in (("a", a, gates, wanted_a), ("b", b, HV, f"[B, HV] with HV={HV}")):
         if info.shape[1] != width:
-            raise error("KDA-PACKED-AB-SHAPE", operand=name, shape=wanted, came=info.shape, width=width)
+            raise error("KDA-PACKED-AB-SHAPE", operand=name, got=f"{name}.shape={info.shape}", shape=wanted)
     wrong_bias_axes = dt_bias.rank == 2 and dt_bias.shape != (HV, K)
     if (A_log is not None and A_log.size != HV) or dt_bias.size != gates or wrong_bias_axes:
         raise error(
             "KDA-PACKED-GATE-NUMEL",
             operand="A_log" if A_log is not None and A_log.size != HV else "dt_bias",
-            wanted_elements=f"HV={HV} and {f'HV*K={gates}' if per_key else f'HV={gates}'}",
-            came=f"{None if A_log is None else shape_text(A_log.shape)} and {shape_text(dt_bias.shape)}",
+            got=f"{'A_log=None' if A_log is None else f'A_log.shape={A_log.shape}'}, dt_bias.shape={dt_bias.shape}",
+            elements=f"HV={HV} and HV*K={gates}" if per_key else f"HV={HV}",
         )
 
 
@@ -357,12 +373,15 @@ def _heads(width: int, HV: int, V: int, K: int) -> int:
     """H, from the width of a packed row."""
     qk = width - HV * V
     if qk <= 0 or qk % 2:
-        raise error("KDA-PACKED-QKV-WIDTH", operand="mixed_qkv", qk=qk, width=width, HV=HV, V=V, v_width=HV * V)
+        got = f"qk_dim={qk} from qkv_dim={width}, HV={HV}, V={V}"
+        raise error("KDA-PACKED-QKV-WIDTH", operand="mixed_qkv", got=got)
     if qk // 2 % K:
-        raise error("KDA-PACKED-Q-WIDTH", operand="mixed_qkv", q=qk // 2, width=width, HV=HV, V=V, K=K)
+        got = f"qk_dim/2={qk // 2} from qkv_dim={width}, HV={HV}, V={V}"
+        raise error("KDA-PACKED-Q-WIDTH", operand="mixed_qkv", got=got, K=K)
     H = qk // 2 // K
     if HV % H:
-        raise error("KDA-PACKED-HEADS", operand="mixed_qkv", H=H, HV=HV, width=width, K=K, V=V)
+        got = f"H={H} and HV={HV}, from qkv_dim={width}, V={V}, K={K}"
+        raise error("KDA-PACKED-HEADS", operand="mixed_qkv", got=got)
     return H
 
 
@@ -375,7 +394,7 @@ def _check_options(options: Options, K: int, A_log: ArrayInfo | None) -> tuple[f
         if not lower_bound < 0:
             raise error("KDA-VALUE-LOWER-BOUND", operand="lower_bound", got=repr(lower_bound))
     elif A_log is None:
-        raise error("KDA-VALUE-A-LOG-MISSING", operand="A_log")
+        raise error("KDA-VALUE-A-LOG-MISSING", operand="A_log", got="A_log=None and lower_bound=None")
     if options.null_index not in (-1, 0):
         raise error("KDA-VALUE-NULL-INDEX", operand="null_index", got=repr(options.null_index))
     if options.validate not in ("metadata", "full"):
@@ -388,13 +407,18 @@ def check_slots(indices: Any, slots: int, null_index: int, operand: str = "ssm_s
     host = indices if isinstance(indices, np.ndarray) else indices.get()
     host = host.astype(np.int64)
     for row in np.flatnonzero(host >= slots)[:1]:
-        raise error("KDA-VALUE-SLOT-RANGE", operand=operand, got=f"slot {host[row]}", row=int(row), last=slots - 1)
+        got, allowed = f"slot {host[row]}", f"a slot below P={slots}, or negative for padding"
+        raise error(
+            "KDA-VALUE-SLOT-RANGE", operand=operand, got=got, place=f"{operand}[{row}]", allowed=allowed
+        )
     live = np.flatnonzero(host > null_index)
     _, first, counts = np.unique(host[live], return_index=True, return_counts=True)
     for twice in np.flatnonzero(counts > 1)[:1]:
         slot = host[live[first[twice]]]
-        rows = [int(row) for row in live if host[row] == slot]
-        raise error("KDA-VALUE-SLOT-DUPLICATE", operand=operand, got=f"slot {slot} in rows {rows}")
+        rows = np.flatnonzero(host == slot).tolist()
+        others = f" and {len(rows) - 3} more" if len(rows) > 3 else ""
+        got = f"slot {slot} in rows {', '.join(map(str, rows[:3]))}{others}"
+        raise error("KDA-VALUE-SLOT-DUPLICATE", operand=operand, got=got)
 
 
 def prepare(operation: str, operands: Operands, options: Options) -> tuple[Call, Plan, bool]:
@@ -403,57 +427,61 @@ def prepare(operation: str, operands: Operands, options: Options) -> tuple[Call,
     Also returns the plan, and whether arrays of other libraries are involved.
     """
     foreign = not bridge.all_native(operands)
-    native = operands
-    if foreign:
-        native = Operands(
-            *(
-                None if array is None else bridge.adopt(name, array, written=name in WRITTEN)
-                for name, array in operands._asdict().items()
-            )
-        )
+    native = Operands(**bridge.adopt_all(operands._asdict(), WRITTEN)) if foreign else operands
     described = [describe(array) if array is not None else (None, 0) for array in native]
     infos = Operands(*[info for info, _ in described])
     pointers = [pointer for _, pointer in described]
-    plan = check(operation, infos, _hashable(options))
+    plan = _plan(operation, infos, options)
 
-    handed, out = operands.out, native.out
-    if out is None:
+    handed = operands.out
+    if handed is None:
         handed, out = bridge.empty_like_caller(operands.mixed_qkv, native.mixed_qkv, plan.out_shape)
-        pointers[-1] = describe(out)[1]
+        native = native._replace(out=out)
+        pointers[_OUT] = describe(out)[1]
     _check_overlaps(infos, pointers, plan.spans)
     if plan.validate_fully:
         check_slots(native.ssm_state_indices, plan.slots, plan.null_index)
 
-    native = native._replace(out=out)
-    results = (out if handed is None else handed, operands.initial_state)
+    results = (native.out if handed is None else handed, operands.initial_state)
     if plan.device == HOST:
         return HostCall(partial(_run_on_host, operation, plan, native), results), plan, foreign
     launches = tuple(
         [
-            ((*plan.blocks_per_row, rows), np.void(_PER_CALL.pack(*pointers, plan.errors, first_row) + plan.packed))
+            (
+                (*plan.blocks_per_row, rows),
+                np.void(_PER_CALL.pack(*pointers, plan.errors, first_row) + plan.packed),
+            )
             for first_row, rows in split_rows(plan.B)
         ]
     )
     return Launch(plan.kernel, plan.device, (32, 1, 1), launches, results, keep=native), plan, foreign
 
 
-def _hashable(options: Options) -> Options:
-    """Options as a key: 0-d arrays become numbers here, anything stranger is left to the checks."""
+def _plan(operation: str, infos: Operands, options: Options) -> Plan:
+    """:func:`check`, also for options that cannot be a key (0-d arrays, and whatever else is to be refused)."""
     try:
         hash(options)
     except TypeError:
-        return Options(*(value.item() if isinstance(value, np.ndarray) and value.ndim == 0 else repr(value) for value in options))
-    return options
+        return check.__wrapped__(operation, infos, options)
+    return check(operation, infos, options)
 
 
 def _check_overlaps(infos: Operands, pointers: list[int], spans: tuple[int, ...]) -> None:
     """Neither ``out`` nor the state shares memory with another operand. Compares ranges first: this is a hot path."""
-    for written in (_OUT, _STATE):
-        start, end = pointers[written], pointers[written] + spans[written]
-        for other, (pointer, span) in enumerate(zip(pointers, spans, strict=True)):
-            if pointer < end and start < pointer + span and other != written:
-                names = Operands._fields
-                check_no_overlap(names[written], infos[written], start, names[other], infos[other], pointer)
+    ends = [pointer + span for pointer, span in zip(pointers, spans, strict=True)]
+    out, out_end, state, state_end = pointers[_OUT], ends[_OUT], pointers[_STATE], ends[_STATE]
+    suspects = [(_OUT, _STATE)] if out < state_end and state < out_end else []
+    for index in _READ:
+        start, end = pointers[index], ends[index]
+        if start < out_end and out < end:
+            suspects.append((_OUT, index))
+        if start < state_end and state < end:
+            suspects.append((_STATE, index))
+    names = Operands._fields
+    for written, other in suspects:
+        check_no_overlap(
+            names[written], infos[written], pointers[written], names[other], infos[other], pointers[other]
+        )
 
 
 def _run_on_host(operation: str, plan: Plan, native: Operands) -> None:
@@ -579,8 +607,9 @@ def kda_packed_decode(
     The arrays choose the backend: CuPy arrays, or CUDA arrays of any library with DLPack, run on the GPU, on CuPy's
     current stream of their device, without waiting; NumPy arrays, or host arrays of other libraries, run on NumPy.
 
-    Returns ``(out, initial_state)``: ``initial_state`` is the object passed in; ``out`` too, or a new array of the type of
-    ``mixed_qkv``. Raises OperandError, DeviceError, SlotError, BridgeError, CompileError; nothing is changed then.
+    Returns ``(out, initial_state)``: ``initial_state`` is the object passed in; ``out`` too, or a new array of the
+    type of ``mixed_qkv``. Raises OperandError, DeviceError, SlotError, BridgeError or CompileError, and nothing is
+    changed then.
     """
     operands = Operands(mixed_qkv, a, b, A_log, dt_bias, initial_state, ssm_state_indices, out)
     options = Options(scale, lower_bound, use_qk_l2norm_in_kernel, allow_neg_eigval, null_index, validate)

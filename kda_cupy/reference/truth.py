@@ -17,6 +17,7 @@ L2_EPSILON = 1e-6
 
 
 def sigmoid(x: Array) -> Array:
+    """1 / (1 + exp(-x))."""
     # The two halves keep exp from overflowing, so that the answer is exact at both ends.
     x = np.asarray(x, np.float64)
     small = np.exp(-np.abs(x))
@@ -24,6 +25,7 @@ def sigmoid(x: Array) -> Array:
 
 
 def softplus(x: Array) -> Array:
+    """log(1 + exp(x)), which is x above 20 by definition here."""
     x = np.asarray(x, np.float64)
     return np.where(x > 20.0, x, np.log1p(np.exp(np.minimum(x, 20.0))))
 
@@ -38,7 +40,9 @@ def log_decay(raw: Array, dt_bias: Array, A_log: float | None, lower_bound: floa
 
 
 def l2_normalized(x: Array) -> Array:
-    return x / np.sqrt(np.sum(x * x) + L2_EPSILON)
+    """Divide by the norm, the epsilon added to the sum of squares."""
+    normalized: Array = x / np.sqrt(np.sum(x * x) + L2_EPSILON)
+    return normalized
 
 
 class Token(NamedTuple):

@@ -1,0 +1,134 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Every kernel for every architecture, without a GPU: it compiles, spills nothing, stays under a register ceiling."""
+
+from __future__ import annotations
+
+import dataclasses
+import io
+import re
+import struct
+
+import pytest
+
+from kda_cupy import sources
+from kda_cupy.bench import yardstick
+from kda_cupy.config import KernelConfig, PackedDecodeConfig, YardstickConfig
+from kda_cupy.modules import OPTIONS
+from kda_cupy.ops import packed_decode
+
+core = pytest.importorskip("cuda.core")
+
+ARCHITECTURES = ("sm_80", "sm_90", "sm_100", "sm_120")
+#: 72 registers leave 28 one-warp blocks on an SM of sm_90: seven times the loads in flight that its memory needs.
+REGISTERS = 80
+
+BASE = PackedDecodeConfig(
+    per_key_gate=True, bounded=True, K=128, V=128, activation="bfloat16", a="bfloat16", b="bfloat16",
+    A_log="float32", dt_bias="float32", vector=True, params_bytes=packed_decode._PARAMS_BYTES,
+)  # fmt: skip
+
+
+def variants() -> dict[str, tuple[KernelConfig, int]]:
+    """Configurations and their register ceilings: each axis of the configuration through all of its values."""
+
+    def vary(**changes: object) -> PackedDecodeConfig:
+        return dataclasses.replace(BASE, **changes)
+
+    found: dict[str, tuple[KernelConfig, int]] = {}
+    for op, per_key in (("kda", True), ("gdn", False)):
+        for bounded in (True, False):
+            for dtype in ("bfloat16", "float16", "float32"):
+                config = vary(per_key_gate=per_key, bounded=bounded, activation=dtype, a=dtype, b=dtype)
+                found[f"{op}-{'bounded' if bounded else 'softplus'}-{dtype}"] = (config, REGISTERS)
+    ceilings = {
+        (4, 4): 80, (32, 64): 80, (64, 64): 80, (100, 100): 96, (128, 20): 96, (192, 128): 168, (256, 256): 168,
+        (512, 512): 255,
+    }  # fmt: skip
+    for (K, V), ceiling in ceilings.items():
+        found[f"K{K}-V{V}"] = (vary(K=K, V=V), ceiling)
+    found["fp32-gates"] = (vary(a="float32", b="float32"), REGISTERS)
+    found["half-parameters"] = (vary(A_log="float16", dt_bias="bfloat16"), REGISTERS)
+    found["unaligned"] = (vary(vector=False), REGISTERS)
+    found["unaligned-fp32-gdn"] = (vary(vector=False, per_key_gate=False, activation="float32"), REGISTERS)
+    found["yardstick"] = (YardstickConfig(K=128, V=128, params_bytes=yardstick._LAYOUT.size), 64)
+    return found
+
+
+VARIANTS = variants()
+
+
+def compile_cubin(config: KernelConfig, arch: str) -> tuple[bytes, str]:
+    macros = [tuple(define.removeprefix("-D").split("=")) for define in config.defines()]
+    options = core.ProgramOptions(arch=arch, std="c++17", ftz=True, define_macro=macros, ptxas_options=["-v"])
+    log = io.StringIO()
+    program = core.Program(sources.flatten(config.source), "c++", options)
+    return program.compile("cubin", logs=log).code, log.getvalue()
+
+
+@pytest.mark.parametrize("arch", ARCHITECTURES)
+@pytest.mark.parametrize("name", VARIANTS)
+def test_compiles_without_spills_and_with_few_registers(name: str, arch: str) -> None:
+    config, ceiling = VARIANTS[name]
+    cubin, log = compile_cubin(config, arch)
+    assert config.entry.encode() in cubin
+    assert re.findall(r"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads", log) == [
+        ("0", "0", "0")
+    ], log
+    (registers,) = re.findall(r"Used (\d+) registers", log)
+    assert int(registers) <= ceiling, log
+    assert "warning" not in log.lower(), log
+
+
+def test_options_are_those_of_the_runtime() -> None:
+    """What this file compiles with is what modules.py passes: CuPy adds -arch and -ftz=true by itself."""
+    assert OPTIONS == ("--std=c++17",)
+
+
+def test_no_kernel_includes_a_header_of_others() -> None:
+    """E1, E3, E4: nothing but NVRTC is needed, so no missing toolkit header can stop anybody."""
+    for name in sources.kernel_names():
+        assert "#include" not in sources.flatten(name)
+
+
+PACKED_DECODE_FORMAT = packed_decode._PER_CALL.format + packed_decode._PER_PLAN.format
+
+
+@pytest.mark.parametrize(
+    "source, mirror, layout",
+    [
+        ("packed_decode.cu", packed_decode.PackedDecodeParams, PACKED_DECODE_FORMAT),
+        ("yardstick.cu", yardstick.ReadWriteParams, yardstick._LAYOUT.format),
+    ],
+)
+def test_parameter_structs_mirror_the_kernels(source: str, mirror: type, layout: str) -> None:
+    """Names, order and types of a NamedTuple here are those of the struct of the same name in the kernel."""
+    body = re.search(rf"struct {mirror.__name__} \{{(.*?)\}};", sources.read_kernel(source), re.DOTALL)
+    assert body
+    letters, names = "", []
+    for line in body[1].splitlines():
+        declaration = re.sub(r"//.*", "", line).strip().rstrip(";")
+        if declaration:
+            kind, first, more = re.fullmatch(r"(.*?[ *])(\w+)((?:, \w+)*)", declaration).groups()
+            fields = [first, *re.findall(r"\w+", more)]
+            names += fields
+            letters += (
+                "Q" if "*" in kind else {"long long": "q", "int": "i", "float": "f"}[kind.strip()]
+            ) * len(fields)
+    assert tuple(names) == mirror._fields
+    assert letters == "".join(
+        letter * int(count or 1) for count, letter in re.findall(r"(\d*)([Qqif])", layout)
+    )
+    assert struct.calcsize(f"@{letters}0q") == sum(
+        struct.calcsize(part) for part in re.findall("<[^<]+", layout)
+    )
+
+
+def test_the_struct_size_is_checked_by_the_compiler() -> None:
+    with pytest.raises(Exception, match="host and device disagree"):
+        compile_cubin(dataclasses.replace(BASE, params_bytes=BASE.params_bytes + 8), "sm_90")
+
+
+def test_bfloat16_is_refused_below_ampere() -> None:
+    """E18: the host refuses by capability first; the kernel would say why."""
+    with pytest.raises(Exception, match=r"compute capability 8\.0"):
+        compile_cubin(BASE, "sm_75")
