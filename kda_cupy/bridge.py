@@ -135,7 +135,7 @@ def _place(name: str, array: Any) -> int:
     if type(array).__name__ == "PyCapsule":
         raise error("KDA-ARRAY-CAPSULE", operand=name, got="a PyCapsule")
     if not (hasattr(array, "__dlpack__") and hasattr(array, "__dlpack_device__")):
-        kind = f"{type(array).__module__}.{type(array).__qualname__}"
+        kind = f"{type(array).__module__}.{type(array).__qualname__}".removeprefix("builtins.")
         raise error("KDA-ARRAY-KIND", operand=name, got=kind)
     try:
         device_type, device = (int(number) for number in array.__dlpack_device__())
@@ -291,7 +291,7 @@ def empty_like_caller(caller: Any, native: Any, shape: tuple[int, ...]) -> tuple
         made = _native_empty(native, shape)
         return made, made
     if hasattr(caller, "new_empty"):  # torch
-        made = caller.detach().new_empty(shape)
+        made = caller.new_empty(shape)
         return made, adopt("out", made, written=True)
     return None, _native_empty(native, shape)
 
@@ -348,4 +348,4 @@ def after_launch(device: int, operands: Any) -> None:
         if torch is not None and torch.cuda.is_initialized():
             theirs = torch.cuda.current_stream(device).cuda_stream
             if ours.ptr != theirs:
-                cupy.cuda.ExternalStream(theirs, device).wait_event(done)
+                cupy.cuda.runtime.streamWaitEvent(theirs, done.ptr)

@@ -101,7 +101,7 @@ class StatePool:
             check_state(layer, layer.shape[1])
         _check_slots_apart(describe(layers)[0])
         if layers.shape[1] < 2:
-            got = f"P={layers.shape[1]} for slot 0, which is reserved, and all others"
+            got = f"P={layers.shape[1]}, and slot 0 is reserved"
             raise error("KDA-POOL-GEOMETRY", operand="array", got=got, rule=_SIZES)
         pool = cls.__new__(cls)
         pool._adopt(layers, array)
@@ -157,6 +157,7 @@ class StatePool:
             if count > len(self._free):
                 raise error(
                     "KDA-POOL-EXHAUSTED",
+                    operand="n",
                     got=f"a request for {count}",
                     free=len(self._free),
                     capacity=self.capacity,

@@ -3,6 +3,7 @@
 
 import sys
 import threading
+import time
 
 import ml_dtypes
 import numpy as np
@@ -400,6 +401,63 @@ def test_four_threads_lose_nothing_and_share_nothing(request):
     assert not pool[0][0].any()
 
 
+class SlowList(list):
+    """Lets other threads run between a look and a leap."""
+
+    def __len__(self):
+        length = super().__len__()
+        time.sleep(1e-4)
+        return length
+
+
+class SlowSet(set):
+    def __contains__(self, slot):
+        found = super().__contains__(slot)
+        time.sleep(1e-4)
+        return found
+
+
+def in_threads(work, count=4):
+    """What the calls of ``work`` returned or raised, from threads that start together."""
+    results, together = [], threading.Barrier(count)
+
+    def run():
+        together.wait()
+        try:
+            results.append(work())
+        except Exception as error:
+            results.append(error)
+
+    threads = [threading.Thread(target=run) for _ in range(count)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return results
+
+
+def test_the_last_slot_goes_to_one_thread_only():
+    for _ in range(50):
+        pool = small_pool(3)
+        pool._free = SlowList(pool._free)
+        results = in_threads(lambda pool=pool: pool.allocate(2).tolist())
+        taken = [result for result in results if isinstance(result, list)]
+        assert len(taken) == 1, results
+        assert sum(isinstance(result, PoolExhausted) for result in results) == 3, results
+        assert pool.free_slots == 1
+
+
+def test_one_thread_only_can_release_a_slot():
+    for _ in range(50):
+        pool = small_pool(3)
+        slot = pool.allocate()
+        pool._in_use = SlowSet(pool._in_use)
+        results = in_threads(lambda pool=pool, slot=slot: pool.release(slot))
+        assert results.count(None) == 1, results
+        assert sum(isinstance(result, SlotError) for result in results) == 3, results
+        assert pool.free_slots == 3
+
+
 # Any sequence of calls, against a model
 
 
@@ -585,11 +643,17 @@ def test_wrap_refuses_what_is_no_pool():
     assert refused_by_wrap(None, BridgeError) == "KDA-ARRAY-KIND"
 
 
-def test_wrap_refuses_read_only_memory(jax):
+def test_wrap_refuses_read_only_memory():
     frozen = aligned((5, 2, 3, 8), fill=7)
     frozen.flags.writeable = False
     assert refused_by_wrap(frozen) == "KDA-ARRAY-READ-ONLY"
-    assert refused_by_wrap(jax.numpy.ones((5, 2, 3, 8))) == "KDA-ARRAY-READ-ONLY"
+    assert (frozen == 7).all()
+
+
+def test_wrap_refuses_jax_arrays(jax):
+    assert (
+        refused_by_wrap(jax.numpy.ones((5, 2, 3, 8), device=jax.devices("cpu")[0])) == "KDA-ARRAY-READ-ONLY"
+    )
 
 
 def strided(shape, strides):
@@ -720,6 +784,23 @@ def test_check_state_knows_the_device():
 )
 def test_what_is_no_array_is_no_valid_state(thing):
     assert is_valid_state(thing, 2) is False
+
+
+def test_states_of_other_libraries_are_checked_like_any(torch, jax):
+    state = torch.zeros(5, 2, 3, 8)
+    check_state(state, 2)
+    assert is_valid_state(state, 2)
+    assert is_valid_state(torch.nn.Parameter(state), 2)
+    assert not is_valid_state(state.swapaxes(1, 2), 2)
+    assert not is_valid_state(state.double(), 2)
+    assert not is_valid_state(state.to("meta"), 2)
+    frozen = jax.numpy.zeros((5, 2, 3, 8), device=jax.devices("cpu")[0])
+    assert not is_valid_state(frozen, 2)
+    with pytest.raises(OperandError) as caught:
+        check_state(frozen, 2)
+    assert caught.value.code == "KDA-ARRAY-READ-ONLY"
+    with pytest.raises(BridgeError):
+        check_state([[1.0]], 2)
 
 
 @pytest.mark.parametrize("heads", [None, "2", 2.5, -2])
