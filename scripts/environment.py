@@ -125,11 +125,13 @@ def main() -> int:
     if not usable() or (CUPY & names and CUPY & held - names):
         say(f"Making .venv with Python {sys.version_info.major}.{sys.version_info.minor}")
         venv.create(VENV, clear=True, with_pip=True)
-        made_from = ""
-    if made_from == fingerprint():
-        if names <= held:
-            return 0
-        names |= held
+        made_from, held = "", set()
+    if made_from != fingerprint():
+        # A group that was renamed must not come back, but a CuPy that is there must not be forgotten.
+        held &= CUPY
+    elif names <= held:
+        return 0
+    names |= held
     STAMP.unlink(missing_ok=True)
     what = ", ".join(name.partition(":")[2] for name in sorted(names)) or "without CuPy"
     say(f"Installing kda-cupy ({what}) into .venv: {reason}. The first time takes some minutes ...")

@@ -79,9 +79,10 @@ def test_a_further_group_keeps_what_is_there(installs):
 
 
 def test_changed_metadata_install_anew(installs):
-    installs("group:test")
+    installs("group:old", cuda=12080)
     (installs.root / "pyproject.toml").write_text("two")
-    assert installs("group:test") == [["group:test"]]
+    assert installs("group:new") == [["extra:cu12", "group:new"]]
+    assert installs(cuda=13000) == ["new .venv", ["extra:cu13"]]
 
 
 def test_a_moved_folder_installs_anew(installs, monkeypatch):
