@@ -8,6 +8,7 @@ what more than one operation asks for.
 from __future__ import annotations
 
 import math
+import reprlib
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -103,9 +104,10 @@ def check_state_layout(name: str, info: ArrayInfo) -> None:
         if length > 1 and stride != wanted:
             raise error("KDA-STATE-STRIDES", operand=name, got=strides_text(info))
     if info.misalignment or (slots > 1 and info.strides[0] % 16):
-        offset = f"an address {info.misalignment} bytes past a 16-byte boundary"
-        stride = f"a slot stride of {info.strides[0]} bytes"
-        raise error("KDA-STATE-ALIGNMENT", operand=name, got=offset if info.misalignment else stride)
+        got = f"a slot stride of {info.strides[0]} bytes"
+        if info.misalignment:
+            got = f"an address {info.misalignment} bytes past a 16-byte boundary"
+        raise error("KDA-STATE-ALIGNMENT", operand=name, got=got)
     if slots > 1 and info.strides[0] < HV * V * K * size:
         raise error("KDA-STATE-STRIDES", operand=name, got=strides_text(info))
 
@@ -158,16 +160,22 @@ def check_no_overlap(
 
 
 def as_float(code: str, name: str, value: object) -> float:
-    """A finite Python float from any host scalar (float, int, NumPy scalar, 0-d array)."""
+    """A finite Python float from a float, an int, a NumPy scalar or a 0-d NumPy array.
+
+    Nothing else: a value on the GPU would have to be waited for, and a plan that is remembered by a tensor's
+    identity would not see it change.
+    """
     kind = type(value).__name__
-    if hasattr(value, "__cuda_array_interface__"):  # to be read back on every call; nor may repr() do so
-        raise error(code, operand=name, got=f"a {kind} in GPU memory")
+    if hasattr(value, "__cuda_array_interface__"):  # repr() would wait for it too
+        raise error(code, operand=name, got=f"a value in GPU memory, of type {kind}")
+    if isinstance(value, np.ndarray) and value.ndim:
+        raise error(code, operand=name, got=f"an array of shape {shape_text(value.shape)}")
     try:
-        if isinstance(value, (str, bytes)) or getattr(value, "ndim", False):  # float() takes some of these
+        if not isinstance(value, (int, float, np.generic, np.ndarray)) or isinstance(value, (str, bytes)):
             raise TypeError
-        number = float(value)  # type: ignore[arg-type]
+        number = float(value)
     except (TypeError, ValueError, OverflowError):
-        raise error(code, operand=name, got=f"{value!r} of type {kind}") from None
+        raise error(code, operand=name, got=f"{reprlib.repr(value)} of type {kind}") from None
     if not math.isfinite(number):
         raise error(code, operand=name, got=repr(number))
     return number

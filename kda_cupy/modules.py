@@ -67,13 +67,14 @@ def _explain(cause: Exception, config: KernelConfig, device: int) -> Exception:
     if isinstance(cause, OSError):
         return error("KDA-COMPILER-CACHE", got=text)
     if kind == "DynamicLibNotFoundError":
-        return error("KDA-COMPILER-NVRTC", got=text.strip().splitlines()[0])
+        return error("KDA-COMPILER-NVRTC", got=f"`{_first_error(text)}`")
     if "CUDA headers" in text or "cannot open source file" in text:
-        return error("KDA-COMPILER-HEADERS", got=_first_error(text) or text.strip().splitlines()[0])
+        first = _first_error(text).partition(". ")[0]  # CuPy's advice names another package
+        return error("KDA-COMPILER-HEADERS", got=f"`{first}` on {_machine(device)}")
     if "--gpu-architecture" in text or "NVRTC_ERROR_INVALID_OPTION" in text:
         return error("KDA-COMPILER-ARCH", got=_machine(device))
     if kind in ("CompileException", "NVRTCError", "CUDADriverError"):
-        first = _first_error(text) or text.strip().splitlines()[0]
+        first = _first_error(text)
         made = error("KDA-COMPILER-COMPILE", got=f"`{first}` on {_machine(device)}", variant=config.variant)
         made.add_note(_listing(first, config.source))
         return made
@@ -81,14 +82,16 @@ def _explain(cause: Exception, config: KernelConfig, device: int) -> Exception:
 
 
 def _first_error(log: str) -> str:
-    return next((line.strip() for line in log.splitlines() if "error" in line.lower()), "")
+    """The first line that speaks of an error, else the first line."""
+    lines = [line.strip() for line in log.splitlines() if line.strip()]
+    return next((line for line in lines if "error" in line.lower()), lines[0] if lines else "no message")
 
 
 def _listing(first_error: str, source: str, around: int = 3) -> str:
     """The lines of the kernel file around ``name.cu(LINE): error``, numbered."""
     name, _, rest = first_error.partition("(")
     number = rest.partition(")")[0]
-    if not number.isdigit():
+    if not number.isdigit() or not (sources.kernel_folder() / name).is_file():  # a header of CUDA's own
         return f"compiling kernels/{source}"
     lines = sources.read_kernel(name).splitlines()
     start = max(int(number) - around, 1)

@@ -1,0 +1,77 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``kda-cupy``: the commands come together here. Each lives beside what it shows; only the short ones live here."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import click
+import numpy as np
+
+import kda_cupy
+from kda_cupy import dtypes, trace
+from kda_cupy.bench.command import bench
+from kda_cupy.doctor import doctor
+from kda_cupy.error_pages import errors
+from kda_cupy.gpu import choose_backend
+
+#: Bounds of the contract: float32 after a few chained tokens; half types by the rounding of the output alone.
+REPLAY_OUTPUT_BOUNDS = {"float32": 1e-5, "float16": 3e-4, "bfloat16": 3e-3}
+REPLAY_STATE_BOUND = 1e-5
+
+
+@click.group(
+    context_settings={"help_option_names": ["-h", "--help"]}, epilog="Start with: kda-cupy bench decode"
+)
+@click.version_option(kda_cupy.__version__, prog_name="kda-cupy")
+def main() -> None:
+    """Decode kernels for Kimi Delta Attention and Gated DeltaNet, on CuPy."""
+
+
+@main.command()
+@click.argument(
+    "files", nargs=-1, required=True, type=click.Path(exists=True, dir_okay=False, path_type=Path)
+)
+@click.option("--backend", type=click.Choice(["auto", "cuda", "numpy"]), default="auto", show_default=True)
+@click.option("--dtype", type=click.Choice(list(dtypes.C_NAMES)), default="float32", show_default=True)
+def replay(files: tuple[Path, ...], backend: str, dtype: str) -> None:
+    """Run recorded tokens of another implementation and print how near ours comes.
+
+    FILES were made by scripts/record_trace.py (tests/data/ has some). Exit code 1 if an error is above the contract's.
+    """
+    backend, why = choose_backend(backend)
+    click.echo(f"backend: {backend} ({why})", err=True)
+    place, fetch = _to_and_from(backend)
+    failed = False
+    click.echo(f"{'file':<34} {'made by':<17} {'output':>9} {'state':>9}")
+    for file in files:
+        try:
+            recorded = trace.load_trace(file)
+        except ValueError as cause:
+            raise click.ClickException(str(cause)) from None
+        operation = getattr(kda_cupy, recorded.operation)
+        report = trace.replay(
+            recorded, operation, activations=dtypes.by_name(dtype), place=place, fetch=fetch
+        )
+        good = report.within(REPLAY_OUTPUT_BOUNDS[dtype], REPLAY_STATE_BOUND)
+        failed |= not good
+        origin = f"fla-core {recorded.metadata['origin'].get('fla-core', '?')}"
+        errors_text = f"{report.output_error:9.1e} {report.state_error:9.1e}"
+        click.echo(f"{file.name:<34} {origin:<17} {errors_text}{'' if good else '  too far'}")
+    if failed:
+        raise click.exceptions.Exit(1)
+
+
+def _to_and_from(backend: str) -> tuple[Callable[[Any], Any], Callable[[Any], Any]]:
+    """How NumPy arrays get to a backend and back."""
+    if backend == "numpy":
+        return np.asarray, np.asarray
+    import cupy
+
+    return cupy.asarray, cupy.asnumpy
+
+
+for command in (bench, doctor, errors):
+    main.add_command(command)

@@ -1,0 +1,38 @@
+#!/usr/bin/env bash
+# Everything that CI cannot see, in one call on a machine with a GPU: the GPU tests, compute-sanitizer on a short
+# selection, and the benchmark table. Writes one record: benchmarks/results/DATE-GPU.json, or into FOLDER.
+#
+#   scripts/gpu_check.sh [FOLDER]
+#
+# PYTHON=... chooses the interpreter (default: .venv/bin/python, else python3); WORK=... keeps the logs in that folder.
+#
+# Commit the record together with the kernels it was made from; its digests say which those are. Never edit one.
+set -uo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/.." || exit
+folder=${1:-benchmarks/results}
+python=${PYTHON:-$([ -x .venv/bin/python ] && echo .venv/bin/python || echo python3)}
+work=${WORK:-$(mktemp -d)}
+[ -n "${WORK:-}" ] || trap 'rm -rf "$work"' EXIT
+mkdir -p "$work"
+export PYTHONPATH=.${PYTHONPATH:+:$PYTHONPATH} KDA_CUPY_REQUIRE_GPU=1
+
+echo "== tests"
+"$python" -m pytest tests/gpu -q -p no:cacheprovider --junitxml="$work/tests.xml" > "$work/tests.log" 2>&1
+tail -n 25 "$work/tests.log"
+
+# Every array its own allocation, or a stray access would land in CuPy's memory pool and go unseen.
+selection=(tests/gpu/test_packed_decode.py -q -p no:cacheprovider -k
+    "agrees_with and (softplus or bounded or K100 or K64-V24 or odd-row or int64 or fp32-gates) or padding_rows or past_the_pool or empty")
+for tool in memcheck racecheck; do
+    echo "== compute-sanitizer $tool"
+    KDA_CUPY_TEST_WITHOUT_POOL=1 compute-sanitizer --tool "$tool" --error-exitcode 9 \
+        "$python" -m pytest "${selection[@]}" > "$work/$tool.log" 2>&1
+    echo "exit code $?" >> "$work/$tool.log"
+    grep -E "passed|failed|SUMMARY|exit code" "$work/$tool.log"
+done
+
+echo "== benchmark"
+"$python" -m kda_cupy bench decode --backend cuda --preset kimi-k3-tp8 --preset kimi-linear-48b --preset qwen3-next \
+    --batch 1,2,3,4,8,32,64,256 --json "$work/bench.json"
+
+"$python" scripts/write_gpu_record.py "$work" "$folder"

@@ -1,0 +1,73 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Put what scripts/gpu_check.sh produced into one record, and fail if anything in it failed.
+
+python scripts/write_gpu_record.py WORK_FOLDER RECORD_FOLDER
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+import xml.etree.ElementTree as xml
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from kda_cupy import environment, sources
+
+COUNTS = ("tests", "failures", "errors", "skipped")
+#: What of the environment others need to read the numbers; folders and variables of one machine are nobody's business.
+PUBLISHED = ("python", "numpy", "ml_dtypes", "cupy", "driver", "driver_release", "runtime", "nvrtc")
+PUBLISHED_OF_GPU = ("name", "compute_capability", "multiprocessors", "l2_bytes", "memory_bytes", "clocks_mhz")
+
+
+def test_counts(path: Path) -> dict[str, int]:
+    """Numbers of tests, failures, errors and skips in a junit file; no file counts as one error."""
+    if not path.exists():
+        return dict.fromkeys(COUNTS, 0) | {"errors": 1}
+    suites = list(xml.parse(path).getroot().iter("testsuite"))
+    return {name: sum(int(suite.get(name, 0)) for suite in suites) for name in COUNTS}
+
+
+def sanitizer_summary(path: Path) -> dict[str, Any]:
+    """What compute-sanitizer concluded, what pytest ran under it, and whether both are clean."""
+    log = path.read_text(errors="replace")
+    summary = re.findall(r"(?:ERROR|RACECHECK) SUMMARY: .*", log)
+    tests = re.findall(r"\d+ passed.*", log)
+    clean = log.rstrip().endswith("exit code 0") and bool(summary) and bool(tests)
+    return {"summary": summary[-1:], "tests": tests[-1:], "clean": clean}
+
+
+def main(work: Path, folder: Path) -> int:
+    """Write the record of WORK into FOLDER; 0 if everything in it is good."""
+    found: dict[str, Any] = environment.collect()
+    gpu = found["gpus"][0]
+    bench = json.loads((work / "bench.json").read_text()) if (work / "bench.json").exists() else {"rows": []}
+    bench.pop("environment", None)
+    record: dict[str, Any] = {
+        "schema": "kda_cupy.gpu_check",
+        "schema_version": 1,
+        "date": datetime.now(UTC).isoformat(timespec="seconds"),
+        "gpu": gpu["name"],
+        "kernel_digests": {name: sources.digest(name) for name in sources.kernel_names()},
+        "tests": test_counts(work / "tests.xml"),
+        "sanitizer": {tool: sanitizer_summary(work / f"{tool}.log") for tool in ("memcheck", "racecheck")},
+        "environment": {name: found[name] for name in PUBLISHED}
+        | {"gpu": {name: gpu[name] for name in PUBLISHED_OF_GPU}},
+        "bench": bench,
+    }
+    folder.mkdir(parents=True, exist_ok=True)
+    slug = re.sub(r"[^a-z0-9]+", "-", gpu["name"].lower())
+    path = folder / f"{record['date'][:16].replace(':', '')}-{slug}.json"
+    path.write_text(json.dumps(record, indent=1) + "\n")
+    clean = {tool: summary["clean"] for tool, summary in record["sanitizer"].items()}
+    print(f"wrote {path}: {record['tests']}, sanitizer clean: {clean}")
+    tests = record["tests"]
+    passed = tests["tests"] and not tests["failures"] and not tests["errors"]
+    timed = bench["rows"] and all(row["status"] == "timed" for row in bench["rows"])
+    return 0 if passed and timed and all(clean.values()) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main(Path(sys.argv[1]), Path(sys.argv[2])))

@@ -1,0 +1,65 @@
+# SPDX-License-Identifier: Apache-2.0
+"""README says what is true: its code runs as pasted, its output is what comes, its table is the newest record's."""
+
+import contextlib
+import importlib.util
+import io
+import json
+import re
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+
+from kda_cupy.cli import main
+
+ROOT = Path(__file__).parents[2]
+README = (ROOT / "README.md").read_text(encoding="utf-8")
+
+
+def test_the_example_runs_and_prints_what_it_says() -> None:
+    (code,) = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
+    (printed,) = re.findall(r"```text\n(.*?)```", README, re.DOTALL)
+    out = io.StringIO()
+    with contextlib.redirect_stdout(out):
+        exec(compile(code, "README.md", "exec"), {})
+    assert out.getvalue() == printed
+
+
+def test_scripts_and_links_exist() -> None:
+    for command in re.findall(r"^\./(\S+)", README, re.MULTILINE):
+        assert (ROOT / command).is_file()
+    for target in re.findall(r"\]\(([^)#]+)\)", README):
+        assert (ROOT / target).exists(), target
+
+
+def test_commands_exist() -> None:
+    for words in re.findall(r"`kda-cupy ([a-z ]+)", README):
+        result = CliRunner().invoke(main, [*words.split(), "--help"])
+        assert result.exit_code == 0, words
+
+
+def test_the_table_is_that_of_the_newest_record() -> None:
+    spec = importlib.util.spec_from_file_location(
+        "write_readme_table", ROOT / "scripts" / "write_readme_table.py"
+    )
+    assert spec and spec.loader
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    if not list((ROOT / "benchmarks" / "results").glob("*.json")):
+        pytest.fail("there is no record of a GPU run")
+    path = module.newest_record()
+    record = json.loads(path.read_text(encoding="utf-8"))
+    assert module.with_table(README, module.table(record, path.name)) == README
+
+
+def test_the_record_was_made_from_these_kernels() -> None:
+    """A kernel change owes a record: CI cannot run one."""
+    from kda_cupy import sources
+
+    newest = max((ROOT / "benchmarks" / "results").glob("*.json"))
+    digests = json.loads(newest.read_text(encoding="utf-8"))["kernel_digests"]
+    stale = {name for name in sources.kernel_names() if digests.get(name) != sources.digest(name)}
+    assert not stale, (
+        f"{sorted(stale)} changed after {newest.name}: run scripts/gpu_check.sh on a GPU and commit its record"
+    )
