@@ -31,6 +31,16 @@ for tool in memcheck racecheck; do
     grep -E "passed|failed|SUMMARY|exit code" "$work/$tool.log"
 done
 
+echo "== compute-sanitizer on a planted error"
+compute-sanitizer --tool memcheck --error-exitcode 9 "$python" -c '
+import cupy
+cupy.cuda.set_allocator(None)
+store = cupy.RawKernel("extern \"C\" __global__ void store(float* x) { x[1000] = 1; }", "store")
+store((1,), (1,), (cupy.zeros(4, "float32"),))
+cupy.cuda.Device().synchronize()' > "$work/planted.log" 2>&1
+echo "exit code $?" >> "$work/planted.log"
+grep -E "SUMMARY|exit code" "$work/planted.log"
+
 echo "== benchmark"
 "$python" -m kda_cupy bench decode --backend cuda --preset kimi-k3-tp8 --preset kimi-linear-48b --preset qwen3-next \
     --batch 1,2,3,4,8,32,64,256 --json "$work/bench.json"

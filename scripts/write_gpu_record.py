@@ -53,6 +53,8 @@ def main(work: Path, folder: Path) -> int:
         "kernel_digests": {name: sources.digest(name) for name in sources.kernel_names()},
         "tests": test_counts(work / "tests.xml"),
         "sanitizer": {tool: sanitizer_summary(work / f"{tool}.log") for tool in ("memcheck", "racecheck")},
+        "planted_error_found": "Invalid __global__ write"
+        in (work / "planted.log").read_text(errors="replace"),
         "environment": {name: found[name] for name in PUBLISHED}
         | {"gpu": {name: gpu[name] for name in PUBLISHED_OF_GPU}},
         "bench": bench,
@@ -66,7 +68,7 @@ def main(work: Path, folder: Path) -> int:
     tests = record["tests"]
     passed = tests["tests"] and not tests["failures"] and not tests["errors"]
     timed = bench["rows"] and all(row["status"] == "timed" for row in bench["rows"])
-    return 0 if passed and timed and all(clean.values()) else 1
+    return 0 if passed and timed and all(clean.values()) and record["planted_error_found"] else 1
 
 
 if __name__ == "__main__":

@@ -151,17 +151,26 @@ def write_plot(record: Record, path: Path) -> None:
         rows = sorted(group, key=lambda row: row.B)
         B, color = [row.B for row in rows], f"C{number}"
         axes.plot(B, [row.median_us for row in rows], "o-", color=color, label=title)
-        if speeds:
-            axes.plot(
-                B, [row.yardstick_us for row in rows], "x--", color=color, label="RW: moves the state only"
-            )
+        if speeds:  # the two line styles are explained once
             floor = [(row.bytes_moved or 0) / max(speeds) for row in rows]
+            explained = "_" if number else ""  # matplotlib leaves out what begins with an underscore
             axes.plot(
-                B, floor, ":", color=color, label=f"all bytes at {max(speeds) / 1e6:.3g} TB/s, the best of RW"
+                B,
+                [row.yardstick_us for row in rows],
+                "x--",
+                color=color,
+                label=f"{explained}RW: moves the state only",
+            )
+            axes.plot(
+                B,
+                floor,
+                ":",
+                color=color,
+                label=f"{explained}all bytes at {max(speeds) / 1e6:.3g} TB/s, the best of RW",
             )
     axes.set_xlabel("rows B")
     axes.set_ylabel("time of a call (µs)")
     axes.set_title(caption(record)[0], fontsize="small", wrap=True)
     axes.grid(which="both", alpha=0.3)
-    axes.legend(fontsize="small")
+    figure.legend(loc="outside lower center", fontsize="small")
     figure.savefig(path)

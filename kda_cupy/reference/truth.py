@@ -7,6 +7,7 @@ Everything fast in this package is compared with this. It takes values, not layo
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -112,6 +113,180 @@ def packed_decode(
             )
             state[slot, head], out[row, 0, head] = step(state[slot, head], token)
     return out, state
+
+
+def conv(history: Array, x: Array, taps: Array, bias: Array | float, activation: Any) -> tuple[Array, Array]:
+    """One token of the causal convolution, per channel, and its SiLU.
+
+    ``history`` [channels, 3] holds raw inputs, oldest first; ``x`` [channels]; ``taps`` [channels, 4].
+    Returns the activation [channels], rounded to the dtype ``activation``, and the history after the token.
+    """
+    window = np.column_stack([history, x])
+    y = np.sum(window * taps, axis=1) + bias
+    act = y * sigmoid(y)
+    return act.astype(activation).astype(np.float64), window[:, 1:]
+
+
+def output_norm(o: Array, gate: Array, weight: Array, eps: float) -> Array:
+    """One token of one head: RMS norm over V, then the gate."""
+    normalized: Array = o / np.sqrt(np.mean(o * o) + eps) * weight * sigmoid(gate)
+    return normalized
+
+
+class Convolution(NamedTuple):
+    """The convolution of q, k or v for one request, as float64."""
+
+    x: Array  # [t, channels]: raw projections
+    history: Array  # [channels, 3]
+    taps: Array  # [channels, 4]
+    bias: Array | float  # [channels], or 0
+
+
+class Request(NamedTuple):
+    """What the verify of one request starts from, as float64."""
+
+    q: Convolution
+    k: Convolution
+    v: Convolution
+    raw_gate: Array  # [t, HV, K]
+    raw_beta: Array  # [t, HV]
+    A_log: Array | None  # [HV]
+    dt_bias: Array  # [HV, K]
+    state: Array  # [HV, V, K]
+    norm_gate: Array | None  # [t, HV, V]
+    norm_weight: Array | None  # [V]
+
+
+class Verified(NamedTuple):
+    """What the verify of one request says, token by token."""
+
+    out: Array  # [t, HV, V]
+    states: Array  # [t, HV, V, K]: after each token
+    windows: tuple[Array, Array, Array]  # [t, channels, 3] of q, k, v: after each token
+    rawv: Array  # [HV, t, V]
+    rawk: Array  # [H, t, K]
+    g: Array  # [HV, t, K]: log decay
+    beta: Array  # [HV, t]
+
+
+def verify(
+    request: Request,
+    *,
+    activation: Any,
+    scale: float | None = None,
+    lower_bound: float | None = None,
+    onorm_eps: float = 0.0,
+) -> Verified:
+    """Decode t tokens one after another from an unchanged state and history, and tell what came after each."""
+    HV, V, K = request.state.shape
+    tokens = len(request.q.x)
+    acts, windows = zip(*[_convolved(each, activation) for each in request[:3]], strict=True)
+    q, k, v = acts[0].reshape(tokens, -1, K), acts[1].reshape(tokens, -1, K), acts[2].reshape(tokens, HV, V)
+    H = k.shape[1]
+    result = Verified(
+        out=np.zeros((tokens, HV, V)),
+        states=np.zeros((tokens, HV, V, K)),
+        windows=windows,
+        rawv=v.transpose(1, 0, 2),
+        rawk=k.transpose(1, 0, 2),
+        g=np.zeros((HV, tokens, K)),
+        beta=sigmoid(request.raw_beta).T,
+    )
+    for head in range(HV):
+        S = request.state[head]
+        A_log = None if request.A_log is None else float(request.A_log[head])
+        for j in range(tokens):
+            token = Token(
+                q=l2_normalized(q[j, head // (HV // H)]) * (K**-0.5 if scale is None else scale),
+                k=l2_normalized(k[j, head // (HV // H)]),
+                v=v[j, head],
+                g=log_decay(request.raw_gate[j, head], request.dt_bias[head], A_log, lower_bound),
+                beta=float(result.beta[head, j]),
+            )
+            S, o = step(S, token)
+            if request.norm_gate is not None and request.norm_weight is not None:
+                o = output_norm(o, request.norm_gate[j, head], request.norm_weight, onorm_eps)
+            result.out[j, head], result.states[j, head], result.g[head, j] = o, S, token.g
+    return result
+
+
+def decode_mtp(operands: Mapping[str, Any]) -> list[Verified | None]:
+    """kda_decode_mtp on NumPy operands by name, one result a request; None for padding and what is out of range.
+
+    Nothing is written, and what the operation writes is not looked at.
+    """
+    state, bounds = operands["recurrent_state"], np.asarray(operands["cu_seqlens"]).tolist()
+    slots, HV, V, K = state.shape
+    T, N = operands["x_q"].shape[1], len(bounds) - 1
+    longest = operands.get("max_tokens_per_request") or T // max(N, 1)
+    null_index = operands.get("null_index", -1)
+    results: list[Verified | None] = []
+    for slot, start, end in zip(operands["ssm_state_indices"].tolist(), bounds[:-1], bounds[1:], strict=True):
+        live = max(null_index, -1) < slot < slots and 0 <= end - start <= longest and 0 <= start and end <= T
+        if not live:
+            results.append(None)
+            continue
+
+        def tokens(name: str, rows: slice = slice(start, end)) -> Array | None:
+            value = operands.get(name)
+            return None if value is None else np.asarray(value[0, rows], np.float64)
+
+        convolutions = []
+        for letter in "qkv":
+            x, bias = tokens(f"x_{letter}"), operands.get(f"conv_bias_{letter}")
+            assert x is not None
+            convolutions.append(
+                Convolution(
+                    x=x.reshape(len(x), -1),
+                    history=np.asarray(operands[f"cs_{letter}"][slot], np.float64),
+                    taps=np.asarray(operands[f"w_{letter}"], np.float64),
+                    bias=0.0 if bias is None else np.asarray(bias, np.float64),
+                )
+            )
+        A_log, weight = operands["A_log"], operands.get("onorm_weight")
+        raw_gate, raw_beta = tokens("g"), tokens("beta")
+        assert raw_gate is not None and raw_beta is not None
+        request = Request(
+            *convolutions,
+            raw_gate=raw_gate,
+            raw_beta=raw_beta,
+            A_log=None if A_log is None else np.asarray(A_log, np.float64).reshape(HV),
+            dt_bias=np.asarray(operands["dt_bias"], np.float64).reshape(HV, K),
+            state=np.asarray(state[slot], np.float64),
+            norm_gate=tokens("onorm_gate"),
+            norm_weight=None if weight is None else np.asarray(weight, np.float64),
+        )
+        results.append(
+            verify(
+                request,
+                activation=operands["x_q"].dtype,
+                scale=operands.get("scale"),
+                lower_bound=operands.get("lower_bound"),
+                onorm_eps=operands.get("onorm_eps") or 0.0,
+            )
+        )
+    return results
+
+
+def _convolved(each: Convolution, activation: Any) -> tuple[Array, Array]:
+    """Activations [t, channels] and the windows after each token [t, channels, 3]."""
+    acts, windows, history = np.zeros_like(each.x), np.zeros((*each.x.shape, 3)), each.history
+    for j, x in enumerate(each.x):
+        acts[j], history = conv(history, x, each.taps, each.bias, activation)
+        windows[j] = history
+    return acts, windows
+
+
+def replay(state: Array, rawv: Array, rawk: Array, g: Array, beta: Array, accepted: int) -> Array:
+    """The state [HV, V, K] after the first ``accepted`` tokens that one request left in the rings."""
+    state = state.copy()
+    HV, H = len(rawv), len(rawk)
+    for head in range(HV):
+        for j in range(accepted):
+            k = l2_normalized(rawk[head // (HV // H), j])
+            token = Token(q=k, k=k, v=rawv[head, j], g=g[head, j], beta=float(beta[head, j]))
+            state[head], _ = step(state[head], token)
+    return state
 
 
 def relative_error(got: Any, reference: Any) -> float:
