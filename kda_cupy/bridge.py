@@ -128,7 +128,9 @@ def adopt_all(operands: Mapping[str, Any], written: Container[str] = ()) -> dict
 
 def _place(name: str, array: Any) -> int:
     """Number of the GPU that an array lives on, or HOST. Refuses what is no array."""
-    if is_numpy(array):
+    if isinstance(array, np.ma.MaskedArray):
+        raise error("KDA-ARRAY-KIND", operand=name, got="a masked array, whose mask would be lost")
+    if isinstance(array, np.ndarray):
         return HOST
     if is_cupy(array):
         return int(array.data.device_id)
@@ -152,6 +154,8 @@ def _place(name: str, array: Any) -> int:
 def _adopt(name: str, array: Any, place: int, written: bool) -> Any:
     if is_native(array):
         return array
+    if isinstance(array, np.ndarray):
+        return np.asarray(array)
     if getattr(array, "requires_grad", False):
         array = array.detach()
     if hasattr(array, "is_neg") and array.is_neg():

@@ -30,7 +30,8 @@ class StatePool:
 
     ``state`` is float32 ``[layers, P, HV, V, K]`` (rows are values V, columns are keys K), on one GPU (CuPy) or in host
     memory (NumPy, ``device="cpu"``); ``pool[layer]`` is the ``[P, HV, V, K]`` array that the operations take.
-    P is ``capacity + 1``: slot 0 is reserved and stays zero, user slots are 1 to ``capacity``.
+    P is ``capacity + 1``: slot 0 is reserved, never handed out and zero as long as no row names it (operations
+    take ``null_index=0``, which makes it padding); user slots are 1 to ``capacity``.
 
     Slots are plain ints. They come back zeroed, on CuPy's current stream of the pool's device; whoever uses another
     stream orders it behind that one. All methods may be called from several threads.

@@ -45,7 +45,7 @@ def _paste(name: str, pasted: set[str]) -> str:
     for include in _OWN_INCLUDE.finditer(text):
         pieces.append(text[end : include.start()])
         line += text.count("\n", end, include.start())
-        pieces.append(f'{_paste(include[1], pasted)}\n#line {line} "{name}"')
+        pieces.append(f'{_paste(include[1], pasted)}\n#line {line + 1} "{name}"')
         end = include.end()
     return "".join(pieces) + text[end:]
 

@@ -18,6 +18,8 @@ from typing import Any, Final
 import numpy as np
 import numpy.typing as npt
 
+from kda_cupy.reference.truth import relative_error
+
 Array = npt.NDArray[np.float32]
 
 SCHEMA: Final = "kda_cupy.trace"
@@ -201,7 +203,4 @@ def _relative_error(got: npt.NDArray[Any], recorded: Array) -> float:
         raise ValueError(
             f"the operation answered with shape {list(got.shape)}, recorded is {list(recorded.shape)}"
         )
-    reference = recorded.astype(np.float64)
-    # The floor: kernels flush numbers below 1.2e-38 to zero.
-    norm = max(float(np.linalg.norm(reference.ravel())), 1e-30)
-    return float(np.linalg.norm((got.astype(np.float64) - reference).ravel())) / norm
+    return relative_error(got, recorded)

@@ -15,7 +15,11 @@
 __device__ __forceinline__ float sigmoid(float x) { return __fdividef(1.0f, 1.0f + expf(-x)); }
 
 // exp(A_log), kept finite so that rate * 0 is 0 however large A_log is.
-__device__ __forceinline__ float decay_rate(float A_log) { return fminf(expf(A_log), 3.402823466e38f); }
+// A NaN stays one: fminf would return the other number.
+__device__ __forceinline__ float decay_rate(float A_log) {
+    const float rate = expf(A_log);
+    return rate > 3.402823466e38f ? 3.402823466e38f : rate;
+}
 
 __device__ __forceinline__ float softplus(float x) { return x > 20.0f ? x : log1pf(expf(x)); }
 

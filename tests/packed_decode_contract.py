@@ -216,12 +216,18 @@ class PackedDecodeContract:
 
     @pytest.mark.parametrize("op", ["kda", "gdn"])
     @pytest.mark.parametrize("lower_bound", [None, -5.0])
-    def test_sixteen_tokens_in_a_row(self, op: str, lower_bound: float | None) -> None:
+    @pytest.mark.parametrize("extreme", [False, True])
+    def test_sixteen_tokens_in_a_row(self, op: str, lower_bound: float | None, extreme: bool) -> None:
+        """With gates at both extremes too: raw +-1e4 at A_log = 5, a key or a head at a time."""
         problem = make_problem(op, dtype="float32", B=3, H=2, HV=4, lower_bound=lower_bound)
+        if extreme:
+            problem["A_log"][:] = 5
         moved = to(problem, self.library)
         want_state = problem["initial_state"]
         for token in range(16):
             fresh = make_problem(op, dtype="float32", B=3, H=2, HV=4, seed=100 + token)
+            if extreme:
+                fresh["a"][...] = np.where(fresh["a"] > 0, 1e4, -1e4)
             for name in ("mixed_qkv", "a", "b"):
                 problem[name] = fresh[name]
                 moved[name] = to_library(fresh[name], self.library)
@@ -229,6 +235,35 @@ class PackedDecodeContract:
             out, _ = OPERATIONS[op](**moved)
             assert truth.relative_error(to_host(out), want_out) < CHAINED_ERROR
         assert truth.relative_error(to_host(moved["initial_state"]), want_state) < CHAINED_ERROR
+
+    def test_two_thousand_tokens_in_a_row(self) -> None:
+        """B2, B13: rounding does not add up to a drift; beta in bf16 would be 1e-3 off by now."""
+        B, H, HV, K, V, tokens = 2, 1, 2, 16, 16, 2000
+        problem = make_problem("kda", B=B, H=H, HV=HV, K=K, V=V)
+        moved = to(problem, self.library)
+        long = make_problem(
+            "kda", B=B * tokens, P=4, slots=np.zeros(B * tokens), H=H, HV=HV, K=K, V=V, seed=5
+        )
+        chunks = {name: long[name].reshape(tokens, B, -1) for name in ("mixed_qkv", "a", "b")}
+        placed = {
+            name: to_library(np.ascontiguousarray(array), self.library) for name, array in chunks.items()
+        }
+        want_state = problem["initial_state"]
+        for token in range(tokens):
+            now = {name: chunks[name][token] for name in chunks}
+            _, want_state = reference({**problem, **now, "initial_state": want_state})
+            OPERATIONS["kda"](**{**moved, **{name: placed[name][token] for name in placed}})
+        assert truth.relative_error(to_host(moved["initial_state"]), want_state) < 1e-6
+
+    def test_nan_in_a_parameter_shows(self) -> None:
+        """A NaN in A_log is not swallowed by a minimum: its head becomes NaN, and no other."""
+        problem = make_problem("kda", dtype="float32", B=1, H=2, HV=2, K=64, V=64)
+        clean = self.run(problem)
+        problem["A_log"][0] = np.nan
+        out, state = self.run(problem)
+        slot = problem["ssm_state_indices"][0]
+        assert np.isnan(out[0, 0, 0]).all() and np.isnan(state[slot, 0]).all()
+        assert same_bits(out[:, :, 1], clean[0][:, :, 1]) and same_bits(state[:, 1], clean[1][:, 1])
 
     def test_denormal_states_may_be_flushed(self) -> None:
         """B15: CuPy compiles with -ftz=true; 1e-39 may come back as 0, and nothing else may happen."""
@@ -264,9 +299,10 @@ class PackedDecodeContract:
     # ---- same bits --------------------------------------------------------------------------------------------
 
     @pytest.mark.parametrize("op", ["kda", "gdn"])
-    def test_a_row_has_the_same_bits_in_every_batch(self, op: str) -> None:
+    @pytest.mark.parametrize("K, V", [(64, 64), (128, 128), (256, 16)])
+    def test_a_row_has_the_same_bits_in_every_batch(self, op: str, K: int, V: int) -> None:
         """B12: at B = 1, 2, 3, 8, 64, 257 and at any position."""
-        whole = make_problem(op, B=257, H=2, HV=2, K=64, V=64)
+        whole = make_problem(op, B=257, H=1, HV=2, K=K, V=V)
         want_out, want_state = self.run(whole)
         rng = np.random.default_rng(1)
         for B in (1, 2, 3, 8, 64):

@@ -157,20 +157,27 @@ def decode(
     except KeyboardInterrupt:
         record.complete = False
         click.echo(f"interrupted: {len(record.rows)} of {len(wanted)} rows measured", err=True)
+    render.print_record(record, sys.stderr if json_path == STDOUT else sys.stdout)
+    try:
+        _write(record, json_path, csv_path, plot_path)
+    except OSError as cause:
+        raise Refused(f"{cause}; the table above is all that is left of this run") from None
+    if not record.complete:
+        raise click.exceptions.Exit(INTERRUPTED)
+    if any(row.status != "timed" for row in record.rows):
+        raise click.exceptions.Exit(1)
+
+
+def _write(record: Record, json_path: Path | None, csv_path: Path | None, plot_path: Path | None) -> None:
     if json_path == STDOUT:
         click.echo(record.to_json(), nl=False)
     elif json_path is not None:
         json_path.write_text(record.to_json(), encoding="utf-8")
-    render.print_record(record, sys.stderr if json_path == STDOUT else sys.stdout)
     if csv_path is not None:
         with csv_path.open("w", newline="", encoding="utf-8") as file:
             render.write_csv(record.rows, file)
     if plot_path is not None:
         render.write_plot(record, plot_path)
-    if not record.complete:
-        raise click.exceptions.Exit(INTERRUPTED)
-    if any(row.status != "timed" for row in record.rows):
-        raise click.exceptions.Exit(1)
 
 
 @bench.command()

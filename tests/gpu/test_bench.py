@@ -4,6 +4,7 @@
 import numpy as np
 import pytest
 from click.testing import CliRunner
+from problems import make_state, same_bits, to_library
 
 from kda_cupy import sources
 from kda_cupy.bench import command
@@ -11,7 +12,6 @@ from kda_cupy.bench.judge import OUT_BOUNDS, STATE_BOUND
 from kda_cupy.bench.record import Record
 from kda_cupy.bench.timing import MIN_LAUNCHES, REUSE_BYTES
 from kda_cupy.bench.yardstick import read_write
-from tests.problems import make_state, same_bits, to_library
 
 P = 9
 

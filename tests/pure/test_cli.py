@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The commands that live in cli.py, and that every command is there."""
 
+import sys
 from pathlib import Path
 
 import pytest
@@ -36,7 +37,7 @@ def test_replay_of_recorded_traces(dtype: str) -> None:
 
 
 def test_replay_says_so_when_an_error_is_too_large(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kda_cupy.cli.REPLAY_STATE_BOUND", 1e-12)
+    monkeypatch.setattr("kda_cupy.cli.CHAINED_BOUND", 1e-12)
     result = run("replay", TRACES[0], "--backend", "numpy")
     assert result.exit_code == 1 and "too far" in result.output
 
@@ -46,3 +47,11 @@ def test_replay_of_something_else(tmp_path: Path) -> None:
     other.write_bytes(b"no archive")
     result = run("replay", other, "--backend", "numpy")
     assert result.exit_code == 1 and "no .npz archive" in result.output and "Traceback" not in result.output
+
+
+def test_replay_on_cuda_without_a_gpu_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "cupy", None)
+    result = run("replay", TRACES[0], "--backend", "cuda")
+    assert (
+        result.exit_code == 2 and "KDA-COMPILER-NO-CUPY" in result.output and "Traceback" not in result.output
+    )
