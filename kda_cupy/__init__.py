@@ -17,6 +17,8 @@ from kda_cupy.errors import (
 )
 from kda_cupy.guard import check_errors
 from kda_cupy.launch import BoundCall, bind
+from kda_cupy.ops.commit import kda_commit
+from kda_cupy.ops.mtp_verify import kda_decode_mtp
 from kda_cupy.ops.packed_decode import gdn_packed_decode, kda_packed_decode
 from kda_cupy.pool import StatePool
 
@@ -38,5 +40,7 @@ __all__ = [
     "check_state",
     "gdn_packed_decode",
     "is_valid_state",
+    "kda_commit",
+    "kda_decode_mtp",
     "kda_packed_decode",
 ]

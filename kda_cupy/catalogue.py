@@ -34,6 +34,30 @@ A_log = np.zeros(HV, np.float32)
 dt_bias = np.zeros(HV * K, np.float32)
 initial_state = pool[0]
 ssm_state_indices = pool.allocate(B)
+
+# kda_decode_mtp and kda_commit: N requests of two tokens, one head, P slots
+N, T, D, P = 2, 4, 128, 5
+verify = {name: np.ones((1, T, 1, D), np.float32) for name in ("x_q", "x_k", "x_v", "g")}
+verify |= {f"w_{x}": np.ones((D, 4), np.float32) for x in "qkv"}
+verify |= {f"cs_{x}": np.zeros((P, D, 3), np.float32) for x in "qkv"}
+verify |= {f"intermediate_conv_{x}": np.zeros((3, 2, D, 3), np.float32) for x in "qkv"}
+verify |= {
+    "beta": np.ones((1, T, 1), np.float32),
+    "A_log": np.zeros(1, np.float32),
+    "dt_bias": np.zeros(D, np.float32),
+    "recurrent_state": kda_cupy.StatePool(P - 1, 1, D, D, device="cpu")[0],
+    "ssm_state_indices": np.array([3, 1]),
+    "cu_seqlens": np.array([0, 2, 4]),
+    "intermediate_state_indices": np.array([2, 0]),
+    "intermediate_ssm": np.zeros((3, 2, 1, D, D), np.float32),
+}
+rings = {f"replayssm_{x}": np.zeros((P, 1, 2, D), np.float32) for x in ("rawv", "rawk", "g")}
+rings["replayssm_beta"] = np.zeros((P, 1, 2), np.float32)
+norm = {"onorm_gate": verify["g"], "onorm_weight": np.ones(D, np.float32), "onorm_eps": 1e-5}
+_shared = (
+    "recurrent_state", "ssm_state_indices", "intermediate_ssm", "intermediate_state_indices"
+)
+commit = {name: verify[name] for name in _shared} | {"accept_lens": np.array([2, 0])}
 """
 """What every example begins with: the operands of a call that is right."""
 
@@ -42,6 +66,8 @@ _CALL: Final = f"kda_cupy.kda_packed_decode(\n    {_OPERANDS}\n)"
 _CALL_WITH: Final = f"kda_cupy.kda_packed_decode(\n    {_OPERANDS},\n    %s,\n)"
 _CALL_INTO_OUT: Final = _CALL_WITH % "out=out"
 _CALL_VALIDATED: Final = _CALL_WITH % 'validate="full"'
+_VERIFY_CALL: Final = "kda_cupy.kda_decode_mtp(**verify)"
+_VERIFY_NORM_CALL: Final = "kda_cupy.kda_decode_mtp(**verify | norm)"
 _TO_GPU: Final = f"""\
 import cupy
 
@@ -622,6 +648,586 @@ _PACKED: Final = (
     ),
 )
 
+_VERIFY: Final = (
+    Page(
+        code="KDA-VERIFY-TREE",
+        exception=OperandError,
+        words="Tree drafts are not supported: `{operand}` must be None",
+        cure="Verify the drafts of a request as one chain, each token after the one before it",
+        meaning=(
+            "A verify runs the tokens of a request one after another from one state. In a tree, a token continues from "
+            "its parent instead, and running it as a chain would give wrong outputs without a sign of it."
+        ),
+        when=(
+            "The engine proposes several continuations of one token (a top-k above 1 in EAGLE and the like).",
+            "The caller passes its tree arrays in any case, also for chains.",
+        ),
+        solutions=(
+            "Configure the proposer for chains: a top-k of 1.",
+            "Verify each path of the tree as a request of its own, on a copy of the slot.",
+        ),
+        before="kda_cupy.kda_decode_mtp(\n    **verify, parents=np.array([-1, 0, 0, 1])\n)",
+        after=_VERIFY_CALL,
+        related=("KDA-VERIFY-TOKENS",),
+    ),
+    Page(
+        code="KDA-VERIFY-QK-SHAPE",
+        exception=OperandError,
+        words="expected q/k shape (1, T, H, 128) for `x_q` and `x_k`, the same for both",
+        cure="Pass raw projections of all tokens, packed along T, with a leading axis of 1",
+        meaning=(
+            "The tokens of all requests stand one behind the other on the second axis. H is the number of query and "
+            "key heads on this GPU. Only head dimension 128 is compiled, which KDA and Qwen3-Next models have."
+        ),
+        when=(
+            "Requests were kept apart, [N, t, H, 128].",
+            "Heads are still folded into the last axis, [1, T, H*128].",
+            "The model has another head dimension.",
+        ),
+        solutions=(
+            "Fold requests into tokens: x_q.reshape(1, N * t, H, 128).",
+            "Split off heads with reshape(1, T, H, 128), which copies nothing for a column slice.",
+        ),
+        before=f'verify["x_q"] = verify["x_q"].reshape(1, T, D)\n{_VERIFY_CALL}',
+        after=f'verify["x_q"] = verify["x_q"].reshape(1, T, 1, D)\n{_VERIFY_CALL}',
+        related=("KDA-VERIFY-VG-SHAPE", "KDA-VERIFY-TOKENS"),
+    ),
+    Page(
+        code="KDA-VERIFY-VG-SHAPE",
+        exception=OperandError,
+        words="expected v/g shape {shape} with HV a multiple of H",
+        cure="Pass values and raw gates of every value head and token of `x_q`",
+        meaning=(
+            "`x_v` and the raw gate `g` have one row of 128 per value head and token. Value head hv uses q and k of "
+            "head hv // (HV // H), so HV is H times a whole number."
+        ),
+        when=(
+            "The gate of a GDN layer, one per head, was passed: a verify takes one per key.",
+            "Values and keys were split over different numbers of GPUs, so that H does not divide HV.",
+            "Values cover other tokens than `x_q`: the padded batch on one side, the live rows on the other.",
+        ),
+        solutions=(
+            "Broadcast a gate per head over the keys, into an array of its own.",
+            "Slice values, keys and gates with the same tokens and the same tensor-parallel rank.",
+        ),
+        before=f'verify["g"] = verify["g"][..., :1]\n{_VERIFY_CALL}',
+        after=f'gate = verify["g"][..., :1]\nverify["g"] = np.repeat(gate, D, axis=-1)\n{_VERIFY_CALL}',
+        related=("KDA-VERIFY-QK-SHAPE", "KDA-VERIFY-BETA-SHAPE", "KDA-PACKED-HEADS"),
+    ),
+    Page(
+        code="KDA-VERIFY-BETA-SHAPE",
+        exception=OperandError,
+        words="expected beta shape {shape}",
+        cure="Pass one raw logit per token and value head",
+        meaning="Beta is a number per token and value head, raw: the sigmoid is part of the operation.",
+        when=(
+            "A trailing axis of 1 is left over: [1, T, HV, 1].",
+            "The leading axis of 1 is missing.",
+            "Logits per query head were passed where HV is larger.",
+        ),
+        solutions=("Index the superfluous axis away, beta[..., 0], or add the missing one, beta[None].",),
+        before=f'verify["beta"] = verify["beta"][..., None]\n{_VERIFY_CALL}',
+        after=f'verify["beta"] = verify["beta"][..., None][..., 0]\n{_VERIFY_CALL}',
+        related=("KDA-VERIFY-VG-SHAPE",),
+    ),
+    Page(
+        code="KDA-VERIFY-CU-SEQLENS",
+        exception=OperandError,
+        words="`cu_seqlens` must be a contiguous vector [N+1]",
+        cure="Pass where each request's tokens begin, and where the last one's end: np.cumsum with a 0 in front",
+        meaning=(
+            "Request n has the tokens from cu_seqlens[n] up to cu_seqlens[n+1]. The number of requests N is read from "
+            "its length, so that it is the one vector that may not be missing, empty or strided."
+        ),
+        when=(
+            "Lengths were passed as a column of a table.",
+            "It has a batch axis, [1, N+1].",
+            "It is empty: without requests it is still [0].",
+        ),
+        solutions=("Keep it as a vector of its own, and write new lengths into it in place.",),
+        before=(
+            "table = np.array([[0, 0], [2, 0], [4, 0]], np.int32)\n"
+            f'verify["cu_seqlens"] = table[:, 0]\n{_VERIFY_CALL}'
+        ),
+        after=f'verify["cu_seqlens"] = np.array([0, 2, 4], np.int32)\n{_VERIFY_CALL}',
+        related=("KDA-VERIFY-TOKENS", "KDA-VERIFY-INDICES-SHAPE", "KDA-VALUE-LENGTH-RANGE"),
+    ),
+    Page(
+        code="KDA-VERIFY-TOKENS",
+        exception=OperandError,
+        words="DSpARK KDA MTP requires a fixed 1 + num_spec dense tokens per request; got {got}",
+        cure="Pass N times as many tokens as a request has, or max_tokens_per_request for lengths that differ",
+        meaning=(
+            "Without max_tokens_per_request every request has t = T / N tokens, so T is a multiple of N. With it, the "
+            "lengths come from cu_seqlens on the GPU and T may be anything, as long as there are requests."
+        ),
+        when=(
+            "Requests have different numbers of drafts.",
+            "`x_q` was padded to a captured number of tokens and cu_seqlens was not.",
+            "cu_seqlens has N elements: the end of the last request is missing.",
+        ),
+        solutions=(
+            "Pass max_tokens_per_request, the longest that a request can be.",
+            "Pad requests to one length, and the batch with requests of slot -1.",
+        ),
+        before=f'verify["cu_seqlens"] = np.array([0, 1, 3, 4], np.int32)\n{_VERIFY_CALL}',
+        after=(
+            'verify["cu_seqlens"] = np.array([0, 2, 3], np.int32)\n'
+            "kda_cupy.kda_decode_mtp(**verify, max_tokens_per_request=2)"
+        ),
+        related=("KDA-VERIFY-MAX-TOKENS", "KDA-VERIFY-CU-SEQLENS", "KDA-VALUE-LENGTH-RANGE"),
+    ),
+    Page(
+        code="KDA-VERIFY-MAX-TOKENS",
+        exception=OperandError,
+        words="A request may have 1 to 16 tokens, the bonus token included",
+        cure="Propose fewer drafts, or pass max_tokens_per_request as a whole number from 1 to 16",
+        meaning=(
+            "A block keeps what all tokens of a request need of each other at hand, and there is room for 16. "
+            "max_tokens_per_request is the longest request that a launch may meet; it is a number on the host."
+        ),
+        when=(
+            "The proposer makes 16 drafts or more: with the bonus token that is 17.",
+            "A prompt was passed: a verify is no prefill.",
+            "max_tokens_per_request was computed on the GPU, or as a float.",
+        ),
+        solutions=("Limit the proposer to 15 drafts.", "Convert the limit once: int(limit)."),
+        before="kda_cupy.kda_decode_mtp(**verify, max_tokens_per_request=64)",
+        after="kda_cupy.kda_decode_mtp(**verify, max_tokens_per_request=2)",
+        related=("KDA-VERIFY-TOKENS", "KDA-VALUE-LENGTH-RANGE"),
+    ),
+    Page(
+        code="KDA-VERIFY-A-LOG-NUMEL",
+        exception=OperandError,
+        words="Unexpected {operand} shape: {shape}; expected numel={numel}",
+        cure="Pass the parameters of the value heads that are on this GPU: HV of `A_log`, HV*128 of `dt_bias`",
+        meaning=(
+            "`A_log` has one element per value head, in any shape; `dt_bias` one per value head and key, as [HV*128] "
+            "or [HV, 128]. HV is that of `x_v`."
+        ),
+        when=(
+            "Parameters of all heads were passed on one tensor-parallel rank.",
+            "`dt_bias` of a GDN layer, one element per head, was passed.",
+        ),
+        solutions=("Slice the parameters as the weights were sliced: A_log[rank * HV : (rank + 1) * HV].",),
+        before=f'verify["dt_bias"] = np.zeros(2 * D, np.float32)\n{_VERIFY_CALL}',
+        after=f'verify["dt_bias"] = np.zeros(2 * D, np.float32)[:D]\n{_VERIFY_CALL}',
+        related=("KDA-PACKED-GATE-NUMEL", "KDA-VERIFY-VG-SHAPE"),
+    ),
+    Page(
+        code="KDA-VERIFY-STATE-MEMORY",
+        exception=OperandError,
+        words=(
+            "cp.async recurrent state requires fp32 contiguous [H, V, K] inner layout and 16-byte-aligned slot offsets"
+        ),
+        cure="Pass `{operand}` as kda_cupy.StatePool makes it",
+        meaning=(
+            "The state is float32, because rounding adds up over a sequence; its last three axes are dense, and every "
+            "slot begins on a 16-byte boundary, because it is loaded 16 bytes at a time. Only the slot stride is free."
+        ),
+        when=(
+            "The pool is in bfloat16, to save memory.",
+            "K and V were swapped without a copy, or heads were sliced with a step.",
+            "The pool begins at an odd offset of a larger allocation.",
+        ),
+        solutions=(
+            "Make the pool with kda_cupy.StatePool, or wrap yours with StatePool.wrap, which checks it once.",
+            "Store states as [P, HV, V, K] from the start; copy a transposed pool once.",
+        ),
+        before=(
+            'states = verify["recurrent_state"]\n'
+            'verify["recurrent_state"] = states.swapaxes(2, 3)\n'
+            f"{_VERIFY_CALL}"
+        ),
+        after=(
+            'states = verify["recurrent_state"].swapaxes(2, 3)\n'
+            'verify["recurrent_state"] = np.ascontiguousarray(states)\n'
+            f"{_VERIFY_CALL}"
+        ),
+        related=("KDA-STATE-LAYOUT", "KDA-STATE-DTYPE", "KDA-STATE-STRIDES", "KDA-STATE-ALIGNMENT"),
+        predicate="is_valid_state",
+    ),
+    Page(
+        code="KDA-VERIFY-CONV-WEIGHT",
+        exception=OperandError,
+        words="The convolution's `{operand}` must be {shape}",
+        cure="Pass four taps per channel as [channels, 4], and biases for q, k and v or for none of them",
+        meaning=(
+            "The convolution is per channel: four taps, the last of which is for the newest token, and a bias if the "
+            "layer has one. There are H*128 channels for q and for k, and HV*128 for v."
+        ),
+        when=(
+            "The weight of a torch Conv1d was passed as it is, [channels, 1, 4].",
+            "Weights of q, k and v are still in one array.",
+            "The layer has another kernel size.",
+        ),
+        solutions=(
+            "Drop the middle axis: weight[:, 0] or weight.squeeze(1).",
+            "Slice the joint weight by channels: q first, then k, then v.",
+        ),
+        before=f'weight = np.zeros((D, 1, 4), np.float32)\nverify["w_q"] = weight\n{_VERIFY_CALL}',
+        after=f'weight = np.zeros((D, 1, 4), np.float32)\nverify["w_q"] = weight[:, 0]\n{_VERIFY_CALL}',
+        related=("KDA-VERIFY-CONV-HISTORY", "KDA-VERIFY-CONV-WINDOW"),
+    ),
+    Page(
+        code="KDA-VERIFY-CONV-HISTORY",
+        exception=OperandError,
+        words="The conv history `{operand}` must be {shape}",
+        cure="Pass the last three raw inputs of every slot and channel, oldest first",
+        meaning=(
+            "A slot has a recurrent state and the three raw inputs before the next token, for each channel of q, k "
+            "and v. Both live under the same slot number, so there are as many histories as states. Strides are free: "
+            "channels may be next to each other."
+        ),
+        when=(
+            "The history has room for four inputs, or for the drafts as well.",
+            "Taps and channels are in the other order, [P, 3, channels].",
+            "The conv pool was made with another number of slots than the state pool.",
+        ),
+        solutions=(
+            "Swap the axes without a copy: cs.swapaxes(1, 2).",
+            "Slice the channels of q, k and v out of one history.",
+        ),
+        before=(f'history = np.zeros((P, 3, D), np.float32)\nverify["cs_q"] = history\n{_VERIFY_CALL}'),
+        after=(
+            'history = np.zeros((P, 3, D), np.float32)\nverify["cs_q"] = history.swapaxes(1, 2)\n'
+            f"{_VERIFY_CALL}"
+        ),
+        related=("KDA-VERIFY-CONV-WINDOW", "KDA-VERIFY-CONV-WEIGHT"),
+    ),
+    Page(
+        code="KDA-VERIFY-CONV-WINDOW",
+        exception=OperandError,
+        words="The conv windows `{operand}` must be {shape}",
+        cure="Allocate one window of three inputs per scratch row, token and channel",
+        meaning=(
+            "After each token a verify stores the last three raw inputs of every channel, so that a commit can make "
+            "any of them the history. There must be a step for each token that a request can have. Strides are free."
+        ),
+        when=(
+            "The scratch was made for fewer drafts than are verified now.",
+            "Taps and channels are in the other order.",
+            "Channels of key heads were allocated for v, whose heads are more.",
+        ),
+        solutions=("Allocate [rows, most tokens, channels, 3], or swap axes without a copy.",),
+        before=(
+            'windows = np.zeros((3, 1, D, 3), np.float32)\nverify["intermediate_conv_q"] = windows\n'
+            f"{_VERIFY_CALL}"
+        ),
+        after=(
+            'windows = np.zeros((3, 2, D, 3), np.float32)\nverify["intermediate_conv_q"] = windows\n'
+            f"{_VERIFY_CALL}"
+        ),
+        related=("KDA-VERIFY-CONV-HISTORY", "KDA-VERIFY-SCRATCH-ROWS", "KDA-VERIFY-SNAPSHOT-LAYOUT"),
+    ),
+    Page(
+        code="KDA-VERIFY-ROLLBACK",
+        exception=OperandError,
+        words="Either `intermediate_ssm` or the replayssm_* rings, which `ring_indices` is for, must be given",
+        cure="Pass snapshots or rings, and None for the other",
+        meaning=(
+            "A verify leaves behind what a commit needs: the state after every token, or the inputs from which the "
+            "accepted tokens can be run again. Rings are sixty times smaller; one of the two is enough."
+        ),
+        when=(
+            "Snapshots are allocated in any case and rings were switched on.",
+            "Neither was passed, to verify without a rollback.",
+        ),
+        solutions=(
+            "Pass intermediate_ssm=None where rings are in use.",
+            "Allocate rings if memory is short: about 1 kB a head and token.",
+        ),
+        before="kda_cupy.kda_decode_mtp(**verify | rings)",
+        after='del verify["intermediate_ssm"]\nkda_cupy.kda_decode_mtp(**verify | rings)',
+        related=("KDA-VERIFY-RINGS-INCOMPLETE", "KDA-VERIFY-SNAPSHOT-LAYOUT", "KDA-COMMIT-INCOMPLETE"),
+    ),
+    Page(
+        code="KDA-VERIFY-RINGS-INCOMPLETE",
+        exception=OperandError,
+        words="ReplaySSM requires all four replayssm_* rings",
+        cure="Pass `{operand}` too, or none of them",
+        meaning=(
+            "To run accepted tokens again, a commit needs their values, keys, log decays and betas; three of them are "
+            "of no use."
+        ),
+        when=(
+            "A ring was renamed or forgotten when the call was written.",
+            "One of them is None in this layer.",
+        ),
+        solutions=("Allocate the four together and pass them together.",),
+        before='del verify["intermediate_ssm"], rings["replayssm_g"]\nkda_cupy.kda_decode_mtp(**verify | rings)',
+        after='del verify["intermediate_ssm"]\nkda_cupy.kda_decode_mtp(**verify | rings)',
+        related=("KDA-VERIFY-RING-LAYOUT", "KDA-VERIFY-ROLLBACK"),
+    ),
+    Page(
+        code="KDA-VERIFY-RING-LAYOUT",
+        exception=OperandError,
+        words="expected ReplaySSM ring layouts {layout}",
+        cure="Allocate [slots, HV, L, 128] for rawv and g, [slots, H, L, 128] for rawk and [slots, HV, L] for beta",
+        meaning=(
+            "Rings have a row per slot (or per ring_indices value), a part per head and a step per token of the "
+            "verify; rawk has key heads, the others value heads. Rows may be apart, rawv and rawk also from head to "
+            "head; within that they are dense."
+        ),
+        when=(
+            "rawk was allocated for value heads where H is smaller.",
+            "The rings hold fewer steps than a request has tokens.",
+            "Steps come before heads, [slots, L, HV, 128].",
+            "There are fewer ring rows than slots, and no ring_indices to tell which is whose.",
+        ),
+        solutions=(
+            "Allocate as many steps as a request can have tokens.",
+            "Pass ring_indices [N] for rings with a row per running request.",
+        ),
+        before=(
+            'del verify["intermediate_ssm"]\n'
+            'rings["replayssm_beta"] = np.zeros((P, 2, 1), np.float32)\n'
+            "kda_cupy.kda_decode_mtp(**verify | rings)"
+        ),
+        after=(
+            'del verify["intermediate_ssm"]\n'
+            'rings["replayssm_beta"] = np.zeros((P, 1, 2), np.float32)\n'
+            "kda_cupy.kda_decode_mtp(**verify | rings)"
+        ),
+        related=("KDA-VERIFY-RING-DTYPE", "KDA-VERIFY-RINGS-INCOMPLETE", "KDA-VERIFY-SNAPSHOT-LAYOUT"),
+    ),
+    Page(
+        code="KDA-VERIFY-RING-DTYPE",
+        exception=OperandError,
+        words="expected ReplaySSM ring dtypes rawv/rawk={activation}, g/beta=fp32",
+        cure="Allocate rawv and rawk in the dtype of the activations, g and beta in float32",
+        meaning=(
+            "Activations after the convolution are rounded to the activation dtype, so rawv and rawk hold them "
+            "exactly. Decays and betas are computed in float32; to round them would change the committed state."
+        ),
+        when=(
+            "All rings were allocated in bfloat16.",
+            "The activations are float16 or float32 and the rings were made for bfloat16.",
+        ),
+        solutions=("Take the dtype from the operands: np.zeros(shape, x_q.dtype).",),
+        before=(
+            'del verify["intermediate_ssm"]\n'
+            'rings["replayssm_rawv"] = rings["replayssm_rawv"].astype(np.float16)\n'
+            "kda_cupy.kda_decode_mtp(**verify | rings)"
+        ),
+        after='del verify["intermediate_ssm"]\nkda_cupy.kda_decode_mtp(**verify | rings)',
+        related=("KDA-VERIFY-RING-LAYOUT", "KDA-ARRAY-DTYPE"),
+    ),
+    Page(
+        code="KDA-VERIFY-SNAPSHOT-LAYOUT",
+        exception=OperandError,
+        words="expected intermediate SSM layout [scratch, >={steps}, H, V=128, K=128], float32 and 16-byte-aligned",
+        cure="Allocate one state per scratch row and token, dense in the last three axes",
+        meaning=(
+            "A snapshot is the whole state after a token, rows V and columns K, and a commit copies it into the pool. "
+            "There must be a step for each token that a request can have. Rows and steps may be apart, by multiples of "
+            "16 bytes."
+        ),
+        when=(
+            "The scratch was made for fewer drafts than are verified now.",
+            "It is in the activation dtype, or has the heads of another tensor-parallel size.",
+            "It is a slice of something wider than 128, or begins at an odd offset.",
+        ),
+        solutions=(
+            "Allocate it with np.empty((rows, most tokens, HV, 128, 128), np.float32).",
+            "Use rings instead, which are sixty times smaller.",
+        ),
+        before=f'verify["intermediate_ssm"] = np.zeros((3, 1, 1, D, D), np.float32)\n{_VERIFY_CALL}',
+        after=f'verify["intermediate_ssm"] = np.zeros((3, 2, 1, D, D), np.float32)\n{_VERIFY_CALL}',
+        related=("KDA-VERIFY-ROLLBACK", "KDA-VERIFY-SCRATCH-ROWS", "KDA-STATE-LAYOUT"),
+    ),
+    Page(
+        code="KDA-VERIFY-SCRATCH-ROWS",
+        exception=OperandError,
+        words="Snapshots and conv windows must have the same number of scratch rows",
+        cure="Allocate `{operand}` with as many rows as the others",
+        meaning=(
+            "intermediate_state_indices names one scratch row per request, and it is the same row of the snapshots and "
+            "of the three windows. With different numbers of rows, a row that exists in one may not exist in another."
+        ),
+        when=(
+            "The arrays were sized at different times, for different batch sizes.",
+            "One of them was sliced to the live requests.",
+        ),
+        solutions=("Allocate and slice the scratch arrays together.",),
+        before=f'verify["intermediate_ssm"] = np.zeros((4, 2, 1, D, D), np.float32)\n{_VERIFY_CALL}',
+        after=f'verify["intermediate_ssm"] = np.zeros((3, 2, 1, D, D), np.float32)\n{_VERIFY_CALL}',
+        related=("KDA-VERIFY-SNAPSHOT-LAYOUT", "KDA-VERIFY-CONV-WINDOW", "KDA-VERIFY-INDICES-SHAPE"),
+    ),
+    Page(
+        code="KDA-VERIFY-INDICES-SHAPE",
+        exception=OperandError,
+        words="`{operand}` must have one number per request, shape {shape}",
+        cure="Slice it to the requests of this launch, or pad the launch with requests of slot -1",
+        meaning=(
+            "Every request has a slot, a scratch row, an accept count. A vector of another length belongs to another "
+            "batch: read as it is, a request would get what is somebody else's, or what lies behind the vector."
+        ),
+        when=(
+            "A buffer of the largest batch was passed whole.",
+            "A vector of an earlier, larger launch was kept.",
+            "There is one number per token instead of one per request.",
+        ),
+        solutions=(
+            "Slice the buffer: indices[:N].",
+            "Pad all vectors to one N, with slot -1 where there is no request.",
+        ),
+        before=f'verify["ssm_state_indices"] = np.array([1, 2, -1])\n{_VERIFY_CALL}',
+        after=f'verify["ssm_state_indices"] = np.array([1, 2, -1])[:N]\n{_VERIFY_CALL}',
+        related=("KDA-VERIFY-CU-SEQLENS", "KDA-VALUE-SLOT-RANGE", "KDA-PACKED-INDICES-SHAPE"),
+    ),
+    Page(
+        code="KDA-VERIFY-ONORM-INCOMPLETE",
+        exception=OperandError,
+        words="fused output norm requires onorm_gate, onorm_weight, and onorm_eps",
+        cure="Pass `{operand}` too, or none of the three",
+        meaning="The norm divides by the root of the mean square plus epsilon, and multiplies by weight and gate.",
+        when=("The epsilon was left to a default; there is none, since models differ.",),
+        solutions=("Read the epsilon from the model's config: rms_norm_eps, often 1e-5 or 1e-6.",),
+        before='verify["onorm_gate"] = verify["g"]\nkda_cupy.kda_decode_mtp(**verify, onorm_eps=1e-5)',
+        after=(
+            'verify["onorm_gate"] = verify["g"]\n'
+            'verify["onorm_weight"] = np.ones(D, np.float32)\n'
+            "kda_cupy.kda_decode_mtp(**verify, onorm_eps=1e-5)"
+        ),
+        related=("KDA-VERIFY-ONORM-GATE-SHAPE", "KDA-VALUE-EPS"),
+    ),
+    Page(
+        code="KDA-VERIFY-ONORM-GATE-SHAPE",
+        exception=OperandError,
+        words="expected output-norm gate shape {shape}",
+        cure="Pass the raw gate of every token and value head",
+        meaning="The output of each token and value head is multiplied by sigmoid(gate), element by element.",
+        when=(
+            "Heads are folded into the last axis, [1, T, HV*128].",
+            "The gate covers padded tokens and `x_q` only the live ones, or the reverse.",
+        ),
+        solutions=("Split off heads: gate.reshape(1, T, HV, 128).",),
+        before=f'norm["onorm_gate"] = verify["g"][0]\n{_VERIFY_NORM_CALL}',
+        after=f'norm["onorm_gate"] = verify["g"]\n{_VERIFY_NORM_CALL}',
+        related=("KDA-VERIFY-ONORM-INCOMPLETE", "KDA-VERIFY-ONORM-DTYPE"),
+    ),
+    Page(
+        code="KDA-VERIFY-ONORM-WEIGHT-SHAPE",
+        exception=OperandError,
+        words="expected output-norm weight shape (128,)",
+        cure="Pass the weight of the norm over a head, the same for all heads",
+        meaning="The norm runs over the 128 values of one head, and all heads share one weight of that length.",
+        when=("The weight was expanded over heads, [HV, 128] or [HV*128].",),
+        solutions=("Pass weight[0] of a weight that was expanded.",),
+        before=f'norm["onorm_weight"] = np.ones((1, D), np.float32)\n{_VERIFY_NORM_CALL}',
+        after=f'norm["onorm_weight"] = np.ones((1, D), np.float32)[0]\n{_VERIFY_NORM_CALL}',
+        related=("KDA-VERIFY-ONORM-GATE-SHAPE", "KDA-VERIFY-ONORM-DTYPE"),
+    ),
+    Page(
+        code="KDA-VERIFY-ONORM-DTYPE",
+        exception=OperandError,
+        words="expected output-norm gate={activation} and weight=fp32 (or bfloat16)",
+        cure="Pass the gate in the dtype of the activations and the weight in float32 or bfloat16",
+        meaning=(
+            "The gate is an activation like the projections and comes in their dtype. The weight is a parameter: "
+            "float32, or bfloat16 as checkpoints store it."
+        ),
+        when=(
+            "The gate was computed in float32 for bfloat16 activations.",
+            "The weight was converted to float16.",
+        ),
+        solutions=("Convert the gate with astype, or let its projection write the right dtype.",),
+        before=f'norm["onorm_weight"] = np.ones(D, np.float16)\n{_VERIFY_NORM_CALL}',
+        after=f'norm["onorm_weight"] = np.ones(D, np.float32)\n{_VERIFY_NORM_CALL}',
+        related=("KDA-VERIFY-ONORM-WEIGHT-SHAPE", "KDA-ARRAY-DTYPE"),
+    ),
+    Page(
+        code="KDA-VERIFY-OUT-SHAPE",
+        exception=OperandError,
+        words="`out` of a verify must have shape {shape}",
+        cure="Allocate it like `x_v`, or leave it out",
+        meaning="The output has a row of 128 per token and value head, in the order of the packed tokens.",
+        when=(
+            "It was allocated for query heads, H, where HV is larger.",
+            "A buffer of the largest number of tokens was passed whole.",
+        ),
+        solutions=("Slice the tokens of a larger buffer: out[:, :T].",),
+        before="kda_cupy.kda_decode_mtp(\n    **verify, out=np.empty((1, 9, 1, D), np.float32)\n)",
+        after="kda_cupy.kda_decode_mtp(\n    **verify, out=np.empty((1, 9, 1, D), np.float32)[:, :T]\n)",
+        related=("KDA-PACKED-OUT-SHAPE", "KDA-VERIFY-CONTIGUOUS"),
+    ),
+    Page(
+        code="KDA-VERIFY-CONTIGUOUS",
+        exception=OperandError,
+        words="`{operand}` must be dense within a token (or a channel)",
+        cure="Slice columns of a projection as you like, but copy what is transposed or sliced with a step",
+        meaning=(
+            "Heads of 128 elements stand one behind the other within a token, as a projection writes them; only the "
+            "distance from token to token is free. Taps of a channel, biases and the norm's weight are dense too."
+        ),
+        when=(
+            "Heads come before tokens, and were swapped without a copy.",
+            "q, k and v are interleaved head by head in one projection.",
+            "Conv weights are stored taps first, [4, channels], and were passed as .T.",
+        ),
+        solutions=(
+            "Order the columns of the projection: q of all heads, k of all heads, v of all heads.",
+            "Copy parameters once, when they are loaded: np.ascontiguousarray(weight.T).",
+        ),
+        before=f'taps = np.zeros((4, D), np.float32)\nverify["w_q"] = taps.T\n{_VERIFY_CALL}',
+        after=(
+            'taps = np.zeros((4, D), np.float32)\nverify["w_q"] = np.ascontiguousarray(taps.T)\n'
+            f"{_VERIFY_CALL}"
+        ),
+        related=("KDA-VERIFY-QK-SHAPE", "KDA-PACKED-QKV-CONTIGUOUS"),
+    ),
+)
+
+_COMMIT: Final = (
+    Page(
+        code="KDA-COMMIT-LAYERS",
+        exception=OperandError,
+        words="Either all arrays of a commit or none must have a layer axis in front: {layers}",
+        cure="Stack states, scratch and histories of the same layers, or commit one layer at a time",
+        meaning=(
+            "All layers of a model accept the same tokens, so one launch commits them all: every array but the index "
+            "vectors carries the layers in front, as many as recurrent_state has, or none does."
+        ),
+        when=(
+            "pool.state, all layers, was passed with the scratch of one layer.",
+            "The scratch covers only the linear-attention layers of a hybrid model, the pool all of them.",
+        ),
+        solutions=(
+            "Pass pool[layer] for one layer.",
+            "Allocate the scratch with the layer axis in front, and pass verify its slice scratch[layer].",
+        ),
+        before='commit["recurrent_state"] = commit["recurrent_state"][None]\nkda_cupy.kda_commit(**commit)',
+        after=(
+            'for name in ("recurrent_state", "intermediate_ssm"):\n'
+            "    commit[name] = commit[name][None]\n"
+            "kda_cupy.kda_commit(**commit)"
+        ),
+        related=("KDA-STATE-RANK", "KDA-COMMIT-INCOMPLETE"),
+    ),
+    Page(
+        code="KDA-COMMIT-INCOMPLETE",
+        exception=OperandError,
+        words="Operands of a commit that belong together must be given together: `{operand}` is missing",
+        cure="Pass it too, or leave out what it belongs to",
+        meaning=(
+            "Three groups are whole or absent: cs_q, cs_k, cs_v with intermediate_conv_q, _k, _v; track_indices with "
+            "track_steps; and snapshots or windows with the intermediate_state_indices that say whose row is whose."
+        ),
+        when=(
+            "Only the recurrent state was to be rolled back, and part of the conv arrays came along.",
+            "Scratch rows were taken for slots, and intermediate_state_indices were left out.",
+        ),
+        solutions=(
+            "Commit conv history and state together: a state without its history continues wrongly.",
+            "Pass the intermediate_state_indices that the verify was given.",
+        ),
+        before='del commit["intermediate_state_indices"]\nkda_cupy.kda_commit(**commit)',
+        after="kda_cupy.kda_commit(**commit)",
+        related=("KDA-COMMIT-LAYERS", "KDA-VERIFY-ROLLBACK", "KDA-VERIFY-RINGS-INCOMPLETE"),
+    ),
+)
+
 _VALUES: Final = (
     Page(
         code="KDA-VALUE-SLOT-RANGE",
@@ -677,6 +1283,88 @@ _VALUES: Final = (
         related=("KDA-VALUE-SLOT-RANGE", "KDA-POOL-DOUBLE-RELEASE"),
     ),
     Page(
+        code="KDA-VALUE-ROW-RANGE",
+        exception=SlotError,
+        words="`{place}` must be a row from 0 up to, but not including, {rows}",
+        cure="Give every live request a row that the scratch arrays or the rings have",
+        meaning=(
+            "Scratch rows and ring rows are numbers on the GPU, as slots are: a request with a row that is not there "
+            "is treated as padding, the launch notes it, and check_errors() raises it later. A negative row is no "
+            'padding; the slot says that. validate="full" reads the rows first and raises before anything runs.'
+        ),
+        when=(
+            "Slots were passed as scratch rows, which are usually fewer.",
+            "Rows of a larger scratch were used after it was made smaller.",
+            "A row of padding was marked by a row of -1, and its slot is still that of a live request.",
+        ),
+        solutions=(
+            "Number the scratch rows by request: np.arange(N).",
+            "Mark padding in ssm_state_indices; the other vectors are not looked at there.",
+        ),
+        before=(
+            'verify["intermediate_state_indices"] = np.array([0, 3])\n'
+            'kda_cupy.kda_decode_mtp(**verify, validate="full")'
+        ),
+        after=(
+            'verify["intermediate_state_indices"] = np.array([0, 2])\n'
+            'kda_cupy.kda_decode_mtp(**verify, validate="full")'
+        ),
+        related=("KDA-VALUE-SLOT-RANGE", "KDA-VERIFY-SCRATCH-ROWS"),
+    ),
+    Page(
+        code="KDA-VALUE-LENGTH-RANGE",
+        exception=SlotError,
+        words="`{place}` must hold a request of {allowed}",
+        cure="Write the running sums of the lengths to `cu_seqlens`, from 0 to T at most, before the launch",
+        meaning=(
+            "Lengths are on the GPU, so a launch cannot refuse them: a request that is too long, negative or outside "
+            "the packed tokens is treated as padding, the launch notes it, and check_errors() raises it later. "
+            'validate="full" reads them first and raises before anything runs.'
+        ),
+        when=(
+            "A captured graph was replayed with more drafts than it was captured for.",
+            "The vector was read before its copy to the GPU had finished.",
+            "Lengths were passed in place of their running sums.",
+        ),
+        solutions=(
+            "Pass the largest length that can occur as max_tokens_per_request.",
+            "Write padded requests as slot -1, or with the length 0.",
+        ),
+        before=(
+            'verify["cu_seqlens"] = np.array([0, 3, 4])\nkda_cupy.kda_decode_mtp(**verify, validate="full")'
+        ),
+        after=(
+            'verify["cu_seqlens"] = np.array([0, 3, 4])\n'
+            "kda_cupy.kda_decode_mtp(\n"
+            '    **verify | rings | {"intermediate_ssm": None}\n'
+            ")"
+        ),
+        related=("KDA-VERIFY-MAX-TOKENS", "KDA-VERIFY-CU-SEQLENS", "KDA-VALUE-ACCEPT-RANGE"),
+    ),
+    Page(
+        code="KDA-VALUE-ACCEPT-RANGE",
+        exception=SlotError,
+        words="`{place}` must be {allowed}",
+        cure="Count the bonus token, and never more tokens than the verify ran for the request",
+        meaning=(
+            "Accept counts include the bonus token: 0 keeps nothing, n keeps n tokens. A count below 0 or past the "
+            "scratch row would take a neighbour's state; such a row is left as it is and noted, and check_errors() "
+            'raises it later. validate="full" reads the counts first and raises before anything runs.'
+        ),
+        when=(
+            "Counts of drafts without the bonus token were reduced by one more, and became -1.",
+            "Counts of a round with more drafts were kept.",
+            "The step to track is not among the accepted ones.",
+        ),
+        solutions=(
+            "Pass drafts accepted + 1, or 0 for a request that is to stay as it was.",
+            "Mark rows without a request by slot -1.",
+        ),
+        before='commit["accept_lens"] = np.array([3, -1])\nkda_cupy.kda_commit(**commit, validate="full")',
+        after='commit["accept_lens"] = np.array([2, 0])\nkda_cupy.kda_commit(**commit, validate="full")',
+        related=("KDA-VALUE-LENGTH-RANGE", "KDA-VALUE-SLOT-RANGE"),
+    ),
+    Page(
         code="KDA-VALUE-LOWER-BOUND",
         exception=OperandError,
         words="`lower_bound` must be a finite number below 0, or None",
@@ -721,6 +1409,21 @@ _VALUES: Final = (
         before=_CALL_WITH % 'scale="0.125"',
         after=_CALL_WITH % 'scale=float("0.125")',
         related=("KDA-VALUE-LOWER-BOUND",),
+    ),
+    Page(
+        code="KDA-VALUE-EPS",
+        exception=OperandError,
+        words="`onorm_eps` must be a finite number of at least 0 on the host",
+        cure="Pass the model's rms_norm_eps as a Python float",
+        meaning=(
+            "The epsilon is added to the mean square under the root, and travels in the kernel's parameters. A "
+            "negative one would make the root of a small output a NaN."
+        ),
+        when=("It was read from a config file as a string.", "It is an array in GPU memory."),
+        solutions=("Convert it once, when the model is loaded: float(eps).",),
+        before='norm["onorm_eps"] = "1e-5"\nkda_cupy.kda_decode_mtp(**verify | norm)',
+        after='norm["onorm_eps"] = float("1e-5")\nkda_cupy.kda_decode_mtp(**verify | norm)',
+        related=("KDA-VERIFY-ONORM-INCOMPLETE", "KDA-VALUE-SCALE"),
     ),
     Page(
         code="KDA-VALUE-A-LOG-MISSING",
@@ -778,6 +1481,26 @@ _VALUES: Final = (
         before=_CALL_WITH % "validate=True",
         after=_CALL_WITH % 'validate="full"',
         related=("KDA-VALUE-SLOT-RANGE", "KDA-VALUE-SLOT-DUPLICATE"),
+    ),
+    Page(
+        code="KDA-VALUE-FLAG",
+        exception=OperandError,
+        words="`{operand}` must be True or False",
+        cure="Pass a bool: bool(value), or value.item() for an array of one",
+        meaning=(
+            "A flag decides what the kernel computes, and a call whose operands look like an earlier one's is not "
+            "checked again. So a flag is a bool and nothing that merely counts as one: a tensor may change later, and "
+            'a string such as "False" counts as true.'
+        ),
+        when=(
+            "A flag came from a configuration file or an environment variable as a string.",
+            "A tensor or an array of one element was passed.",
+            "None was passed where False was meant.",
+        ),
+        solutions=("Pass bool(value).", 'For strings, compare: value == "true".'),
+        before=_CALL_WITH % 'allow_neg_eigval="False"',
+        after=_CALL_WITH % "allow_neg_eigval=False",
+        related=("KDA-VALUE-VALIDATE",),
     ),
     Page(
         code="KDA-VALUE-OPERATION",
@@ -848,6 +1571,30 @@ _ARRAYS: Final = (
         before=f"out = initial_state[0].ravel()[: B * HV * V].reshape(B, 1, HV, V)\n{_CALL_INTO_OUT}",
         after=f"out = np.empty((B, 1, HV, V), np.float32)\n{_CALL_INTO_OUT}",
         related=("KDA-STATE-STRIDES", "KDA-PACKED-OUT-CONTIGUOUS"),
+    ),
+    Page(
+        code="KDA-ARRAY-FOLDED",
+        exception=OperandError,
+        words="`{operand}` is written to and every element of it must have memory of its own",
+        cure="Allocate it in the shape that is used",
+        meaning=(
+            "A stride of 0, or one shorter than what it steps over, puts several elements into the same place. What is "
+            "written to one of them would overwrite the others, in any order."
+        ),
+        when=(
+            "Scratch was made by broadcasting one row or one step over the others.",
+            "A sliding-window view of a smaller buffer was passed.",
+        ),
+        solutions=("Allocate it: np.empty(shape, dtype), not np.broadcast_to.",),
+        before=(
+            "row = np.zeros((2, D, 3), np.float32)\n"
+            'verify["intermediate_conv_q"] = np.lib.stride_tricks.as_strided(\n'
+            "    row, (3, *row.shape), (0, *row.strides)\n"
+            ")\n"
+            f"{_VERIFY_CALL}"
+        ),
+        after=f'verify["intermediate_conv_q"] = np.zeros((3, 2, D, 3), np.float32)\n{_VERIFY_CALL}',
+        related=("KDA-ARRAY-OVERLAP", "KDA-ARRAY-READ-ONLY"),
     ),
     Page(
         code="KDA-ARRAY-NEGATIVE-STRIDE",
@@ -1266,6 +2013,7 @@ _COMPILER: Final = (
 )
 
 CATALOGUE: Final[dict[str, Page]] = {
-    page.code: page for page in (*_STATE, *_PACKED, *_VALUES, *_ARRAYS, *_POOL, *_COMPILER)
+    page.code: page
+    for page in (*_STATE, *_PACKED, *_VERIFY, *_COMMIT, *_VALUES, *_ARRAYS, *_POOL, *_COMPILER)
 }
 """Every page by its code, in the order of the documentation."""

@@ -7,18 +7,22 @@ what more than one operation asks for.
 
 from __future__ import annotations
 
-import math
 import reprlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Container, Iterable, Mapping
 from typing import Any
 
 import numpy as np
 
 from kda_cupy import bridge
 from kda_cupy.arrays import HOST, ArrayInfo, describe, shares_memory
-from kda_cupy.dtypes import FLOAT32
-from kda_cupy.errors import KdaError, error
+from kda_cupy.dtypes import BFLOAT16, FLOAT32
+from kda_cupy.errors import error
+from kda_cupy.gpu import compute_capability
 
+FLOAT32_MAX = float(np.finfo(np.float32).max)
+_REAL = (*map(np.dtype, "bBhHiIlLqQefdg"), BFLOAT16)
+MAX_HEADS = 65_535
+"""The y and z axes of a grid stop there."""
 MAX_K = 512
 """A lane holds at most 16 keys of a row."""
 STATE_AXES = "[P, HV, V, K]"
@@ -95,7 +99,7 @@ def check_state_layout(name: str, info: ArrayInfo) -> None:
     """K a size that the kernels know, inner strides dense, slots apart and 16-byte aligned. Rank 4 is known."""
     slots, HV, V, K = info.shape
     size = info.dtype.itemsize
-    if not (0 < K <= MAX_K and K % 4 == 0 and V > 0 and HV > 0):
+    if not (0 < K <= MAX_K and K % 4 == 0 and V > 0 and 0 < HV <= MAX_HEADS):
         layout = f"[pool, HV>=1, V>=1, K=4, 8, .., {MAX_K}]"
         raise error("KDA-STATE-LAYOUT", operand=name, got=shape_text(info.shape), layout=layout)
     dense = (V * K * size, K * size, size)
@@ -141,7 +145,7 @@ def is_valid_state(array: Any, num_heads: int) -> bool:
     """True if :func:`check_state` would raise nothing. Never raises; anything that is no array is False."""
     try:
         check_state(array, num_heads)
-    except (KdaError, AttributeError):
+    except Exception:  # a refusal, or whatever an object that is no array raises when it is looked at
         return False
     return True
 
@@ -171,11 +175,135 @@ def as_float(code: str, name: str, value: object) -> float:
     if isinstance(value, np.ndarray) and value.ndim:
         raise error(code, operand=name, got=f"an array of shape {shape_text(value.shape)}")
     try:
-        if not isinstance(value, (int, float, np.generic, np.ndarray)) or isinstance(value, (str, bytes)):
+        if isinstance(value, (bool, np.bool_)) or not isinstance(value, (int, float, np.generic, np.ndarray)):
+            raise TypeError
+        if isinstance(value, (np.generic, np.ndarray)) and value.dtype not in _REAL:
             raise TypeError
         number = float(value)
     except (TypeError, ValueError, OverflowError):
         raise error(code, operand=name, got=f"{reprlib.repr(value)} of type {kind}") from None
-    if not math.isfinite(number):
+    if not abs(number) <= FLOAT32_MAX:  # a kernel's float; NaN is not below it either
         raise error(code, operand=name, got=repr(number))
     return number
+
+
+def check_scale(value: object, K: int) -> float:
+    """The scale as a float; None means K**-0.5."""
+    return K**-0.5 if value is None else as_float("KDA-VALUE-SCALE", "scale", value)
+
+
+def check_lower_bound(value: object, *, has_A_log: bool) -> float | None:
+    """The lower bound as a float below 0, or None for the unbounded gate, which needs an ``A_log``."""
+    if value is None:
+        if not has_A_log:
+            raise error("KDA-VALUE-A-LOG-MISSING", operand="A_log", got="A_log=None and lower_bound=None")
+        return None
+    lower_bound = as_float("KDA-VALUE-LOWER-BOUND", "lower_bound", value)
+    if not np.float32(lower_bound) < 0:  # -1e-60 is 0 to a kernel
+        raise error("KDA-VALUE-LOWER-BOUND", operand="lower_bound", got=repr(lower_bound))
+    return lower_bound
+
+
+def check_modes(null_index: object, validate: object) -> None:
+    """The two options that every operation on slots has."""
+    if not isinstance(null_index, (int, np.integer)) or null_index not in (-1, 0):
+        raise error("KDA-VALUE-NULL-INDEX", operand="null_index", got=reprlib.repr(null_index))
+    if not isinstance(validate, str) or validate not in ("metadata", "full"):
+        raise error("KDA-VALUE-VALIDATE", operand="validate", got=reprlib.repr(validate))
+
+
+def check_flag(name: str, value: object) -> bool:
+    """True or False, and nothing that merely counts as one: "False" would, and a tensor may change its mind later."""
+    if not isinstance(value, (bool, np.bool_)):
+        raise error(
+            "KDA-VALUE-FLAG", operand=name, got=f"{reprlib.repr(value)} of type {type(value).__name__}"
+        )
+    return bool(value)
+
+
+def check_bfloat16_support(infos: Mapping[str, ArrayInfo | None]) -> None:
+    """No operand in bfloat16 on a GPU that does not know the type. They are all in one place."""
+    for name, info in infos.items():
+        if info is None or info.dtype != BFLOAT16 or info.device == HOST:
+            continue
+        capability = compute_capability(info.device)
+        if int(capability) < 80:
+            got = f"`{name}` in bfloat16 on a GPU of compute capability {capability[:-1]}.{capability[-1]}"
+            raise error("KDA-ARRAY-BF16-SUPPORT", operand=name, got=got)
+
+
+def check_slots(indices: Any, slots: int, null_index: int, operand: str = "ssm_state_indices") -> None:
+    """Read the indices (this waits for the GPU) and raise SlotError for one out of range or named twice."""
+    host = indices if isinstance(indices, np.ndarray) else indices.get()
+    host = host.astype(np.int64)
+    for row in np.flatnonzero(host >= slots)[:1]:
+        got, allowed = f"slot {host[row]}", f"a slot below P={slots}, or negative for padding"
+        raise error(
+            "KDA-VALUE-SLOT-RANGE", operand=operand, got=got, place=f"{operand}[{row}]", allowed=allowed
+        )
+    live = np.flatnonzero(host > null_index)
+    _, first, counts = np.unique(host[live], return_index=True, return_counts=True)
+    for twice in np.flatnonzero(counts > 1)[:1]:
+        slot = host[live[first[twice]]]
+        rows = np.flatnonzero(host == slot).tolist()
+        others = f" and {len(rows) - 3} more" if len(rows) > 3 else ""
+        got = f"slot {slot} in rows {', '.join(map(str, rows[:3]))}{others}"
+        raise error("KDA-VALUE-SLOT-DUPLICATE", operand=operand, got=got)
+
+
+def is_dense(info: ArrayInfo, axes: int) -> bool:
+    """True if the last ``axes`` axes lie in C order without gaps; axes of length 1 may have any stride."""
+    tail = info._replace(shape=info.shape[-axes:], strides=info.strides[-axes:])
+    return info.size == 0 or tail.is_contiguous
+
+
+def check_elements_apart(name: str, info: ArrayInfo) -> None:
+    """Every element has memory of its own: no axis is broadcast or folded over another one."""
+    extent = info.dtype.itemsize
+    for stride, length in sorted(zip(info.strides, info.shape, strict=True)):
+        if length > 1 and info.size:
+            if stride < extent:
+                raise error("KDA-ARRAY-FOLDED", operand=name, got=strides_text(info))
+            extent += stride * (length - 1)
+
+
+def check_written(infos: Mapping[str, ArrayInfo]) -> None:
+    """What an operation writes to is writable, and no two elements of it are in one place."""
+    for name, info in infos.items():
+        if not info.writeable:
+            raise error("KDA-ARRAY-READ-ONLY", operand=name, got="read-only memory")
+    for name, info in infos.items():
+        check_elements_apart(name, info)
+
+
+MOST_REMEMBERED = 256
+"""Sets of addresses that :func:`check_apart` remembers: the buffers of as many layers."""
+
+
+def check_apart(
+    infos: Mapping[str, ArrayInfo | None],
+    pointers: tuple[int, ...],
+    written: Container[str],
+    passed: set[tuple[int, ...]],
+) -> None:
+    """No operand that is written to shares a byte with another one. Negative strides are refused before.
+
+    passed: addresses that arrays of these very layouts have passed with; a serving loop repeats itself.
+    """
+    if pointers in passed:
+        return
+    here = {name: info for name, info in infos.items() if info is not None and info.size}
+    starts = dict(zip(infos, pointers, strict=True))
+    still_open: list[tuple[int, str]] = []
+    for start, end, name in sorted(
+        (starts[each], starts[each] + here[each].span_bytes, each) for each in here
+    ):
+        still_open = [span for span in still_open if span[0] > start]
+        for _, other in still_open:
+            if name in written or other in written:
+                first, second = (name, other) if name in written else (other, name)
+                check_no_overlap(first, here[first], starts[first], second, here[second], starts[second])
+        still_open.append((end, name))
+    if len(passed) >= MOST_REMEMBERED:
+        passed.clear()
+    passed.add(pointers)

@@ -28,6 +28,10 @@ class KernelConfig(Protocol):
     def variant(self) -> str:
         """What a person calls it: shown by ``bind(...)`` and the benchmark."""
 
+    @property
+    def shared_bytes(self) -> int:
+        """Dynamic shared memory of a block."""
+
     def defines(self) -> tuple[str, ...]:
         """Compiler options. Every macro begins with ``KDA_``: short names break NVRTC's own headers."""
 
@@ -58,6 +62,10 @@ class PackedDecodeConfig:
     @property
     def entry(self) -> str:
         return "packed_decode"
+
+    @property
+    def shared_bytes(self) -> int:
+        return 0
 
     @property
     def variant(self) -> str:
@@ -99,8 +107,116 @@ class YardstickConfig:
         return "read_write"
 
     @property
+    def shared_bytes(self) -> int:
+        return 0
+
+    @property
     def variant(self) -> str:
         return f"{self.entry}[K{self.K},V{self.V}]"
 
     def defines(self) -> tuple[str, ...]:
         return (f"-DKDA_K={self.K}", f"-DKDA_V={self.V}", f"-DKDA_PARAMS_BYTES={self.params_bytes}")
+
+
+def chain_bytes(tokens: int, sides: int) -> int:
+    """Size of ``Chain<tokens, sides>`` in kernels/chain.cuh, whose fields these are."""
+    K, V, operand_stride = 128, 128, 144
+    with_queries = tokens if sides == 2 else 1
+    activated = tokens * K + with_queries * K + tokens * V  # k, q, v
+    gates = 2 * tokens * K  # decay, growth
+    operand = sides * tokens * operand_stride
+    products = V * (sides * tokens + 4)
+    coefficients = tokens * tokens + with_queries * tokens  # A, B
+    return 4 * (activated + gates + operand + products + coefficients + tokens)
+
+
+def room_for(tokens: int) -> int:
+    """Tokens that a kernel has room for: 8 or 16, whatever the real number, so that traffic recompiles nothing."""
+    return 8 if tokens <= 8 else 16
+
+
+@dataclass(frozen=True, slots=True)
+class MtpVerifyConfig:
+    """kernels/mtp_verify.cu. The dtypes are names such as ``"bfloat16"``."""
+
+    bounded: bool
+    tokens: int
+    """Room for tokens, from :func:`room_for`."""
+    activation: str
+    conv_weight: str
+    g: str
+    beta: str
+    A_log: str
+    dt_bias: str
+    onorm_weight: str
+    vector: bool
+    """True if two channels can be moved at a time: neighbours in memory, aligned to both."""
+    params_bytes: int
+
+    @property
+    def source(self) -> str:
+        return "mtp_verify.cu"
+
+    @property
+    def entry(self) -> str:
+        return "mtp_verify"
+
+    @property
+    def shared_bytes(self) -> int:
+        return chain_bytes(self.tokens, 2)
+
+    @property
+    def variant(self) -> str:
+        gate = "bounded" if self.bounded else "softplus"
+        loads = "" if self.vector else ",unaligned"
+        return f"{self.entry}[{gate},t<={self.tokens},{self.activation}{loads}]"
+
+    def defines(self) -> tuple[str, ...]:
+        return (
+            f"-DKDA_BOUNDED={self.bounded:d}",
+            f"-DKDA_TOKENS={self.tokens}",
+            f"-DKDA_ACTIVATION={C_NAMES[self.activation]}",
+            f"-DKDA_CONV_WEIGHT={C_NAMES[self.conv_weight]}",
+            f"-DKDA_G={C_NAMES[self.g]}",
+            f"-DKDA_BETA={C_NAMES[self.beta]}",
+            f"-DKDA_A_LOG={C_NAMES[self.A_log]}",
+            f"-DKDA_DT_BIAS={C_NAMES[self.dt_bias]}",
+            f"-DKDA_ONORM_WEIGHT={C_NAMES[self.onorm_weight]}",
+            f"-DKDA_VECTOR={self.vector:d}",
+            f"-DKDA_PARAMS_BYTES={self.params_bytes}",
+            f"-DKDA_SHARED_BYTES={self.shared_bytes}",
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class CommitConfig:
+    """kernels/commit.cu."""
+
+    tokens: int
+    """Room for tokens, from :func:`room_for`."""
+    activation: str
+    params_bytes: int
+
+    @property
+    def source(self) -> str:
+        return "commit.cu"
+
+    @property
+    def entry(self) -> str:
+        return "commit"
+
+    @property
+    def shared_bytes(self) -> int:
+        return chain_bytes(self.tokens, 1)
+
+    @property
+    def variant(self) -> str:
+        return f"{self.entry}[t<={self.tokens},{self.activation}]"
+
+    def defines(self) -> tuple[str, ...]:
+        return (
+            f"-DKDA_TOKENS={self.tokens}",
+            f"-DKDA_ACTIVATION={C_NAMES[self.activation]}",
+            f"-DKDA_PARAMS_BYTES={self.params_bytes}",
+            f"-DKDA_SHARED_BYTES={self.shared_bytes}",
+        )

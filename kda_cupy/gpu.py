@@ -23,6 +23,13 @@ def require_gpu() -> Any:
     return cupy
 
 
+def compute_capability(device: int) -> str:
+    """Of a GPU that is there: ``"90"`` for 9.0."""
+    import cupy
+
+    return str(cupy.cuda.Device(device).compute_capability)
+
+
 def choose_backend(wanted: str = "auto") -> tuple[str, str]:
     """Return ``"cuda"`` or ``"numpy"``, and why, in words for the user.
 

@@ -17,8 +17,16 @@ from kda_cupy.arrays import HOST
 from kda_cupy.errors import KdaError, error
 
 #: Names behind the numbers in a record; a kernel is told its operation's number, and knows its operands'.
-OPERATIONS: Final = ("gdn_packed_decode", "kda_packed_decode")
-OPERANDS: Final = ("ssm_state_indices",)
+OPERATIONS: Final = ("gdn_packed_decode", "kda_packed_decode", "kda_decode_mtp", "kda_commit")
+OPERANDS: Final = (
+    "ssm_state_indices",
+    "cu_seqlens",
+    "intermediate_state_indices",
+    "ring_indices",
+    "accept_lens",
+    "track_indices",
+    "track_steps",
+)
 
 RECORD: Final = np.dtype(
     [
@@ -70,12 +78,15 @@ def record_on_host(operation: int, operand: int, row: int, value: int, limit: in
             record["row"], record["value"], record["limit"] = row, value, limit
 
 
-def check_errors(device: int | None = None) -> None:
-    """Raise :class:`SlotError` if a launch met a slot outside its pool since the last call.
+def check_errors(device: int | str | None = None) -> None:
+    """Raise :class:`SlotError` if a launch met a slot, row, length or count out of range since the last call.
 
-    Waits for all work on the device (``device=-1``: the NumPy backend; default: everywhere that was used) and
-    clears the record. Those rows read and wrote no state, and their outputs are zero.
+    Waits for all work on the device (``"cpu"`` or -1: the NumPy backend; default: everywhere that was used) and
+    clears the record. Those rows read and wrote no state, and their outputs are zero. A launch that another thread
+    makes in the meantime may go unnoticed: check when the work that is to be checked has been queued.
     """
+    if device == "cpu":
+        device = HOST
     for number in sorted(_records) if device is None else [device]:
         if number in _records:
             found = _take(number)
@@ -101,12 +112,49 @@ def _take(device: int) -> KdaError | None:
     if not note["count"]:
         return None
     others = int(note["count"]) - 1
-    return error(
-        "KDA-VALUE-SLOT-RANGE",
-        operand=OPERANDS[note["operand"]],
-        got=f"slot {note['value']} in {OPERATIONS[note['operation']]} on "
+    return fault(
+        OPERANDS[note["operand"]],
+        int(note["row"]),
+        int(note["value"]),
+        int(note["limit"]),
+        f" in {OPERATIONS[note['operation']]} on "
         f"{'the NumPy backend' if device == HOST else f'cuda:{device}'}"
         + (f", and {others} more such row{'s' if others > 1 else ''}" if others else ""),
-        place=f"{OPERANDS[note['operand']]}[{note['row']}]",
-        allowed=f"a slot below P={note['limit']}, or negative for padding",
+    )
+
+
+def fault(operand: str, row: int, value: int, limit: int, where: str = "") -> KdaError:
+    """The SlotError of an index, a length or a count that must not be followed; what it may be depends on ``limit``.
+
+    where: in which operation, and on what, if that is not plain.
+    """
+    place = f"{operand}[{row}]"
+    if operand == "cu_seqlens":
+        place, allowed = f"cu_seqlens[{row}:{row + 2}]", f"0 to {limit} tokens within T"
+        return error(
+            "KDA-VALUE-LENGTH-RANGE",
+            operand=operand,
+            got=f"a length of {value}{where}",
+            place=place,
+            allowed=allowed,
+        )
+    if operand in ("accept_lens", "track_steps"):
+        allowed = (
+            f"a count from 0 to {limit}, the bonus token included"
+            if operand == "accept_lens"
+            else f"a step below the accept count {limit}, or negative for none"
+        )
+        return error(
+            "KDA-VALUE-ACCEPT-RANGE", operand=operand, got=f"{value}{where}", place=place, allowed=allowed
+        )
+    if operand in ("intermediate_state_indices", "ring_indices"):
+        return error(
+            "KDA-VALUE-ROW-RANGE", operand=operand, got=f"row {value}{where}", place=place, rows=limit
+        )
+    return error(
+        "KDA-VALUE-SLOT-RANGE",
+        operand=operand,
+        got=f"slot {value}{where}",
+        place=place,
+        allowed=f"a slot below P={limit}, or negative for padding",
     )

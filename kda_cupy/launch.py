@@ -64,7 +64,7 @@ class Launch:
 
     def _launch(self) -> None:
         for grid, parameters in self.launches:
-            self.kernel.function(grid, self.block, (parameters,))
+            self.kernel.function(grid, self.block, (parameters,), shared_mem=self.kernel.shared_bytes)
 
 
 @dataclass(slots=True)
@@ -84,7 +84,8 @@ class BoundCall:
 
     The arrays are the ones given to :func:`bind`; their contents may change between calls, their memory may not.
     A call runs on CuPy's current stream and orders itself behind nothing else: with torch or JAX operands, keep
-    both libraries on one stream, or synchronise them yourself.
+    both libraries on one stream, or synchronise them yourself. ``out`` is written anew by every call, so where the
+    operands' library has immutable arrays (JAX) it is a CuPy or NumPy array, yours to hand on.
 
     Attributes: ``out`` and ``results`` (what the operation returns), ``variant`` (the kernel, or the backend),
     ``registers`` (per thread; 0 on NumPy), ``bytes_moved`` (of one call, by the operation's own formula, all
@@ -98,8 +99,8 @@ class BoundCall:
 
     @property
     def out(self) -> Any:
-        """The first of ``results``."""
-        return self.results[0]
+        """What the operation computes: ``results``, or the first of them."""
+        return self.results[0] if isinstance(self.results, tuple) else self.results
 
     @property
     def variant(self) -> str:

@@ -11,6 +11,8 @@ from kda_cupy import sources
 from kda_cupy.config import KernelConfig
 from kda_cupy.errors import error
 
+DEFAULT_SHARED_BYTES = 48 << 10
+"""A kernel that wants more has to ask, on each device."""
 OPTIONS = ("--std=c++17",)
 """Beside the configuration's macros. CuPy adds ``-arch`` for the device at hand and ``-ftz=true``."""
 
@@ -27,6 +29,8 @@ class Kernel:
     local_bytes: int
     """Per thread; anything but 0 is a spill, and a bug of ours."""
     source_digest: str
+    shared_bytes: int
+    """Dynamic shared memory of a block."""
 
 
 _kernels: dict[tuple[KernelConfig, int], Kernel] = {}
@@ -56,9 +60,15 @@ def _compile(config: KernelConfig, device: int) -> Kernel:
         try:
             function = module.get_function(config.entry)
             registers, local_bytes = function.num_regs, function.local_size_bytes
+            if config.shared_bytes > DEFAULT_SHARED_BYTES:
+                function.max_dynamic_shared_size_bytes = config.shared_bytes
         except Exception as cause:
-            raise _explain(cause, config, device) from cause
-    return Kernel(function, config.variant, registers, local_bytes, sources.digest(config.source))
+            explained = _explain(cause, config, device)
+            if explained is cause:
+                raise
+            raise explained from cause
+    digest = sources.digest(config.source)
+    return Kernel(function, config.variant, registers, local_bytes, digest, config.shared_bytes)
 
 
 def _explain(cause: Exception, config: KernelConfig, device: int) -> Exception:

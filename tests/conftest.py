@@ -11,7 +11,9 @@ from types import ModuleType
 import pytest
 
 # Shared test code whose asserts should show their values too; it has to be named before it is imported.
-pytest.register_assert_rewrite("packed_decode_contract", "problems")
+pytest.register_assert_rewrite(
+    "mtp_contract", "mtp_problems", "packed_decode_contract", "problems", "sequence_model"
+)
 
 LAYERS = ("gpu", "compile")
 """Folders under tests/ that mark their tests, so that none can forget to."""

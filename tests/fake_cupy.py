@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 
 from kda_cupy import bridge, guard, modules
-from kda_cupy.ops import packed_decode
+from kda_cupy.ops import commit, mtp_verify, packed_decode
 
 _current = [0]
 """Number of the current device, and above it those of the blocks `with Device(n)`."""
@@ -64,6 +64,7 @@ def _module(gpus: int, capability: str, fail: Callable[[], None]) -> ModuleType:
         def __init__(self, number: int | None = None) -> None:
             self.id = _current[-1] if number is None else number
             self.compute_capability = capability
+            self.attributes = {"MultiProcessorCount": 132}
 
         def __enter__(self) -> Device:
             _current.append(self.id)
@@ -77,7 +78,7 @@ def _module(gpus: int, capability: str, fail: Callable[[], None]) -> ModuleType:
 
     def get_function(entry: str) -> Any:
         fail()
-        launch = functools.partial(lambda grid, block, arguments: None)
+        launch = functools.partial(lambda grid, block, arguments, shared_mem: None)
         launch.num_regs, launch.local_size_bytes = 32, 0  # type: ignore[attr-defined]
         return launch
 
@@ -126,7 +127,8 @@ def machine(
 
 
 def _forget(kernels: dict[Any, Any], records: dict[int, Any]) -> None:
-    packed_decode.check.cache_clear()
+    for operation in (packed_decode, mtp_verify, commit):
+        operation.check.cache_clear()
     bridge._cupy.cache_clear()
     for memory, content in ((modules._kernels, kernels), (guard._records, records)):
         memory.clear()

@@ -18,19 +18,24 @@ from kda_cupy import bridge, guard
 from kda_cupy.arrays import HOST, ArrayInfo, describe
 from kda_cupy.checks import (
     STATE_AXES,
-    as_float,
     check_alignment,
+    check_bfloat16_support,
     check_contiguous,
     check_contiguous_last,
     check_dtype,
+    check_flag,
+    check_lower_bound,
+    check_modes,
     check_no_overlap,
     check_one_place,
+    check_scale,
+    check_slots,
     check_state_layout,
     check_strides,
     shape_text,
 )
 from kda_cupy.config import PackedDecodeConfig
-from kda_cupy.dtypes import BFLOAT16, FLOAT32, FLOATS, INDICES, INT64
+from kda_cupy.dtypes import FLOAT32, FLOATS, INDICES, INT64
 from kda_cupy.errors import error
 from kda_cupy.launch import BoundCall, Call, HostCall, Launch, register_binder, split_rows
 from kda_cupy.modules import Kernel, get_kernel
@@ -215,7 +220,11 @@ def check(operation: str, infos: Operands, options: Options) -> Plan:
         raise error("KDA-PACKED-OUT-SHAPE", operand="out", got=str(out.shape), expected=(B, 1, HV, V))
     H = _heads(x.shape[1], HV, V, K)
 
-    scale, lower_bound = _check_options(options, K, A_log)
+    scale = check_scale(options.scale, K)
+    lower_bound = check_lower_bound(options.lower_bound, has_A_log=A_log is not None)
+    normalize_qk = check_flag("use_qk_l2norm_in_kernel", options.use_qk_l2norm_in_kernel)
+    doubles_beta = check_flag("allow_neg_eigval", options.allow_neg_eigval)
+    check_modes(options.null_index, options.validate)
     for name, info in (("initial_state", state), ("out", out)):
         if info is not None and not info.writeable:
             raise error("KDA-ARRAY-READ-ONLY", operand=name, got="read-only memory")
@@ -230,10 +239,10 @@ def check(operation: str, infos: Operands, options: Options) -> Plan:
         slots=slots,
         null_index=int(options.null_index),
         index_is_64bit=indices.dtype == INT64,
-        normalize_qk=bool(options.use_qk_l2norm_in_kernel),
+        normalize_qk=normalize_qk,
         scale=scale,
         lower_bound=lower_bound if lower_bound is not None else 0.0,
-        beta_scale=2.0 if options.allow_neg_eigval else 1.0,
+        beta_scale=2.0 if doubles_beta else 1.0,
         operation=guard.OPERATIONS.index(operation),
     )
     return Plan(
@@ -260,7 +269,7 @@ def check(operation: str, infos: Operands, options: Options) -> Plan:
         packed=_PER_PLAN.pack(*params[10:]),
         scale=scale,
         lower_bound=lower_bound,
-        normalize_qk=bool(options.use_qk_l2norm_in_kernel),
+        normalize_qk=normalize_qk,
         beta_scale=params.beta_scale,
         null_index=params.null_index,
         validate_fully=options.validate == "full",
@@ -336,19 +345,7 @@ def _check_dtypes(
     check_dtype("ssm_state_indices", indices, INDICES)
     if out is not None:
         check_dtype("out", out, (x.dtype,))
-    named = {"mixed_qkv": x, "a": a, "b": b, "A_log": A_log, "dt_bias": dt_bias}
-    bfloat16 = [name for name, info in named.items() if info is not None and info.dtype == BFLOAT16]
-    if bfloat16 and x.device != HOST:
-        _check_bfloat16_support(bfloat16[0], x.device)
-
-
-def _check_bfloat16_support(name: str, device: int) -> None:
-    import cupy
-
-    capability = cupy.cuda.Device(device).compute_capability
-    if int(capability) < 80:
-        got = f"`{name}` in bfloat16 on a GPU of compute capability {capability[:-1]}.{capability[-1]}"
-        raise error("KDA-ARRAY-BF16-SUPPORT", operand=name, got=got)
+    check_bfloat16_support({"mixed_qkv": x, "a": a, "b": b, "A_log": A_log, "dt_bias": dt_bias})
 
 
 def _check_gate_shapes(
@@ -383,42 +380,6 @@ def _heads(width: int, HV: int, V: int, K: int) -> int:
         got = f"H={H} and HV={HV}, from qkv_dim={width}, V={V}, K={K}"
         raise error("KDA-PACKED-HEADS", operand="mixed_qkv", got=got)
     return H
-
-
-def _check_options(options: Options, K: int, A_log: ArrayInfo | None) -> tuple[float, float | None]:
-    """Returns the scale and the lower bound as Python floats."""
-    scale = K**-0.5 if options.scale is None else as_float("KDA-VALUE-SCALE", "scale", options.scale)
-    lower_bound = options.lower_bound
-    if lower_bound is not None:
-        lower_bound = as_float("KDA-VALUE-LOWER-BOUND", "lower_bound", lower_bound)
-        if not lower_bound < 0:
-            raise error("KDA-VALUE-LOWER-BOUND", operand="lower_bound", got=repr(lower_bound))
-    elif A_log is None:
-        raise error("KDA-VALUE-A-LOG-MISSING", operand="A_log", got="A_log=None and lower_bound=None")
-    if options.null_index not in (-1, 0):
-        raise error("KDA-VALUE-NULL-INDEX", operand="null_index", got=repr(options.null_index))
-    if options.validate not in ("metadata", "full"):
-        raise error("KDA-VALUE-VALIDATE", operand="validate", got=repr(options.validate))
-    return scale, lower_bound
-
-
-def check_slots(indices: Any, slots: int, null_index: int, operand: str = "ssm_state_indices") -> None:
-    """Read the indices (this waits for the GPU) and raise SlotError for one out of range or named twice."""
-    host = indices if isinstance(indices, np.ndarray) else indices.get()
-    host = host.astype(np.int64)
-    for row in np.flatnonzero(host >= slots)[:1]:
-        got, allowed = f"slot {host[row]}", f"a slot below P={slots}, or negative for padding"
-        raise error(
-            "KDA-VALUE-SLOT-RANGE", operand=operand, got=got, place=f"{operand}[{row}]", allowed=allowed
-        )
-    live = np.flatnonzero(host > null_index)
-    _, first, counts = np.unique(host[live], return_index=True, return_counts=True)
-    for twice in np.flatnonzero(counts > 1)[:1]:
-        slot = host[live[first[twice]]]
-        rows = np.flatnonzero(host == slot).tolist()
-        others = f" and {len(rows) - 3} more" if len(rows) > 3 else ""
-        got = f"slot {slot} in rows {', '.join(map(str, rows[:3]))}{others}"
-        raise error("KDA-VALUE-SLOT-DUPLICATE", operand=operand, got=got)
 
 
 def prepare(operation: str, operands: Operands, options: Options) -> tuple[Call, Plan, bool]:

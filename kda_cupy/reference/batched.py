@@ -17,30 +17,35 @@ CHUNK_BYTES = 8 << 20
 """State gathered at a time: small enough for a cache, large enough that Python does not show."""
 
 
-def _sigmoid(x: Any) -> Any:
+def sigmoid(x: Any) -> Any:
+    """1 / (1 + exp(-x)), fp32."""
     with np.errstate(over="ignore"):  # exp overflows to inf, and 1 / inf is the right answer
         return np.float32(1) / (np.float32(1) + np.exp(-x))
 
 
-def _softplus(x: Any) -> Any:
+def softplus(x: Any) -> Any:
+    """log(1 + exp(x)), fp32; x itself above 20."""
     return np.where(x > 20, x, np.log1p(np.exp(np.minimum(x, np.float32(20)))))
 
 
-def _decay(raw: Any, dt_bias: Any, A_log: Any, lower_bound: float | None) -> Any:
-    """exp(g), fp32. ``raw`` is [rows, HV, K] or [rows, HV, 1]."""
+def log_decay(raw: Any, dt_bias: Any, A_log: Any, lower_bound: float | None) -> Any:
+    """g, fp32. ``raw`` is [rows, HV, K] or [rows, HV, 1]."""
     x = raw + dt_bias
     rate = np.float32(1)
     with np.errstate(over="ignore"):
         if A_log is not None:
             rate = np.minimum(np.exp(A_log), np.finfo(np.float32).max)[:, None]
-        g = -rate * _softplus(x) if lower_bound is None else np.float32(lower_bound) * _sigmoid(rate * x)
-    return np.exp(g)
+        if lower_bound is None:
+            return -rate * softplus(x)
+        return np.float32(lower_bound) * sigmoid(rate * x)
 
 
-def _l2_normalized(x: Any) -> Any:
+def l2_normalized(x: Any) -> Any:
+    """Divide by the norm over the last axis, fp32; the epsilon is added to the sum of squares."""
     return x / np.sqrt((x * x).sum(-1, keepdims=True) + np.float32(1e-6))
 
 
+@np.errstate(all="ignore")  # overflow to inf is an answer, as it is on a GPU, and no reason to stop half way
 def packed_decode(
     mixed_qkv: Any,
     a: Any,
@@ -78,12 +83,12 @@ def packed_decode(
         k = x[:, H * K : 2 * H * K].reshape(n, H, K)
         v = x[:, 2 * H * K :].reshape(n, HV, V)
         if normalize_qk:
-            q, k = _l2_normalized(q), _l2_normalized(k)
+            q, k = l2_normalized(q), l2_normalized(k)
         q = np.repeat(q * np.float32(scale), HV // H, axis=1)[:, :, None, :]
         k = np.repeat(k, HV // H, axis=1)[:, :, None, :]
         gates = a[rows].astype(np.float32).reshape(n, HV, K if per_key_gate else 1)
-        decay = _decay(gates, dt_bias, A_log, lower_bound)
-        beta = _sigmoid(b[rows].astype(np.float32)) * np.float32(beta_scale)
+        decay = np.exp(log_decay(gates, dt_bias, A_log, lower_bound))
+        beta = sigmoid(b[rows].astype(np.float32)) * np.float32(beta_scale)
 
         S = state[indices[rows]] * decay[:, :, None, :]
         u = beta[:, :, None] * (v - (S * k).sum(-1))

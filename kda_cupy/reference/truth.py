@@ -7,6 +7,7 @@ Everything fast in this package is compared with this. It takes values, not layo
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
@@ -176,13 +177,14 @@ def verify(
     scale: float | None = None,
     lower_bound: float | None = None,
     onorm_eps: float = 0.0,
+    normalize_qk: bool = True,
+    beta_scale: float = 1.0,
 ) -> Verified:
     """Decode t tokens one after another from an unchanged state and history, and tell what came after each."""
     HV, V, K = request.state.shape
-    tokens = len(request.q.x)
+    tokens, H = len(request.q.x), request.k.x.shape[1] // K
     acts, windows = zip(*[_convolved(each, activation) for each in request[:3]], strict=True)
-    q, k, v = acts[0].reshape(tokens, -1, K), acts[1].reshape(tokens, -1, K), acts[2].reshape(tokens, HV, V)
-    H = k.shape[1]
+    q, k, v = acts[0].reshape(tokens, H, K), acts[1].reshape(tokens, H, K), acts[2].reshape(tokens, HV, V)
     result = Verified(
         out=np.zeros((tokens, HV, V)),
         states=np.zeros((tokens, HV, V, K)),
@@ -190,15 +192,17 @@ def verify(
         rawv=v.transpose(1, 0, 2),
         rawk=k.transpose(1, 0, 2),
         g=np.zeros((HV, tokens, K)),
-        beta=sigmoid(request.raw_beta).T,
+        beta=beta_scale * sigmoid(request.raw_beta).T,
     )
+    if normalize_qk:
+        q, k = (np.array([[l2_normalized(x) for x in row] for row in each]) for each in (q, k))
     for head in range(HV):
         S = request.state[head]
         A_log = None if request.A_log is None else float(request.A_log[head])
         for j in range(tokens):
             token = Token(
-                q=l2_normalized(q[j, head // (HV // H)]) * (K**-0.5 if scale is None else scale),
-                k=l2_normalized(k[j, head // (HV // H)]),
+                q=q[j, head // (HV // H)] * (K**-0.5 if scale is None else scale),
+                k=k[j, head // (HV // H)],
                 v=v[j, head],
                 g=log_decay(request.raw_gate[j, head], request.dt_bias[head], A_log, lower_bound),
                 beta=float(result.beta[head, j]),
@@ -216,46 +220,18 @@ def decode_mtp(operands: Mapping[str, Any]) -> list[Verified | None]:
     Nothing is written, and what the operation writes is not looked at.
     """
     state, bounds = operands["recurrent_state"], np.asarray(operands["cu_seqlens"]).tolist()
-    slots, HV, V, K = state.shape
+    slots = len(state)
     T, N = operands["x_q"].shape[1], len(bounds) - 1
     longest = operands.get("max_tokens_per_request") or T // max(N, 1)
     null_index = operands.get("null_index", -1)
     results: list[Verified | None] = []
     for slot, start, end in zip(operands["ssm_state_indices"].tolist(), bounds[:-1], bounds[1:], strict=True):
-        live = max(null_index, -1) < slot < slots and 0 <= end - start <= longest and 0 <= start and end <= T
+        live = max(null_index, -1) < slot < slots and 0 <= end - start <= longest and start >= 0 and end <= T
         if not live:
             results.append(None)
             continue
 
-        def tokens(name: str, rows: slice = slice(start, end)) -> Array | None:
-            value = operands.get(name)
-            return None if value is None else np.asarray(value[0, rows], np.float64)
-
-        convolutions = []
-        for letter in "qkv":
-            x, bias = tokens(f"x_{letter}"), operands.get(f"conv_bias_{letter}")
-            assert x is not None
-            convolutions.append(
-                Convolution(
-                    x=x.reshape(len(x), -1),
-                    history=np.asarray(operands[f"cs_{letter}"][slot], np.float64),
-                    taps=np.asarray(operands[f"w_{letter}"], np.float64),
-                    bias=0.0 if bias is None else np.asarray(bias, np.float64),
-                )
-            )
-        A_log, weight = operands["A_log"], operands.get("onorm_weight")
-        raw_gate, raw_beta = tokens("g"), tokens("beta")
-        assert raw_gate is not None and raw_beta is not None
-        request = Request(
-            *convolutions,
-            raw_gate=raw_gate,
-            raw_beta=raw_beta,
-            A_log=None if A_log is None else np.asarray(A_log, np.float64).reshape(HV),
-            dt_bias=np.asarray(operands["dt_bias"], np.float64).reshape(HV, K),
-            state=np.asarray(state[slot], np.float64),
-            norm_gate=tokens("onorm_gate"),
-            norm_weight=None if weight is None else np.asarray(weight, np.float64),
-        )
+        request = _request(operands, slot, slice(start, end))
         results.append(
             verify(
                 request,
@@ -263,9 +239,46 @@ def decode_mtp(operands: Mapping[str, Any]) -> list[Verified | None]:
                 scale=operands.get("scale"),
                 lower_bound=operands.get("lower_bound"),
                 onorm_eps=operands.get("onorm_eps") or 0.0,
+                normalize_qk=operands.get("use_qk_l2norm_in_kernel", True),
+                beta_scale=2.0 if operands.get("allow_neg_eigval") else 1.0,
             )
         )
     return results
+
+
+def _request(operands: Mapping[str, Any], slot: int, rows: slice) -> Request:
+    """The values of one request, its tokens being ``rows``."""
+
+    def values(name: str) -> Array | None:
+        value = operands.get(name)
+        return None if value is None else np.asarray(value, np.float64)
+
+    def tokens(name: str) -> Array:
+        return np.asarray(operands[name][0, rows], np.float64)
+
+    def convolution(letter: str) -> Convolution:
+        x, bias = tokens(f"x_{letter}"), values(f"conv_bias_{letter}")
+        return Convolution(
+            x=x.reshape(len(x), math.prod(x.shape[1:])),
+            history=np.asarray(operands[f"cs_{letter}"][slot], np.float64),
+            taps=np.asarray(operands[f"w_{letter}"], np.float64),
+            bias=0.0 if bias is None else bias,
+        )
+
+    _, HV, _, K = operands["recurrent_state"].shape
+    A_log = values("A_log")
+    return Request(
+        q=convolution("q"),
+        k=convolution("k"),
+        v=convolution("v"),
+        raw_gate=tokens("g"),
+        raw_beta=tokens("beta"),
+        A_log=None if A_log is None else A_log.reshape(HV),
+        dt_bias=np.asarray(operands["dt_bias"], np.float64).reshape(HV, K),
+        state=np.asarray(operands["recurrent_state"][slot], np.float64),
+        norm_gate=None if operands.get("onorm_gate") is None else tokens("onorm_gate"),
+        norm_weight=values("onorm_weight"),
+    )
 
 
 def _convolved(each: Convolution, activation: Any) -> tuple[Array, Array]:
@@ -277,13 +290,24 @@ def _convolved(each: Convolution, activation: Any) -> tuple[Array, Array]:
     return acts, windows
 
 
-def replay(state: Array, rawv: Array, rawk: Array, g: Array, beta: Array, accepted: int) -> Array:
+def replay(
+    state: Array,
+    rawv: Array,
+    rawk: Array,
+    g: Array,
+    beta: Array,
+    accepted: int,
+    *,
+    normalize_k: bool = True,
+) -> Array:
     """The state [HV, V, K] after the first ``accepted`` tokens that one request left in the rings."""
     state = state.copy()
     HV, H = len(rawv), len(rawk)
     for head in range(HV):
         for j in range(accepted):
-            k = l2_normalized(rawk[head // (HV // H), j])
+            k = rawk[head // (HV // H), j]
+            if normalize_k:
+                k = l2_normalized(k)
             token = Token(q=k, k=k, v=rawv[head, j], g=g[head, j], beta=float(beta[head, j]))
             state[head], _ = step(state[head], token)
     return state

@@ -12,9 +12,15 @@ import pytest
 
 from kda_cupy import sources
 from kda_cupy.bench import yardstick
-from kda_cupy.config import KernelConfig, PackedDecodeConfig, YardstickConfig
+from kda_cupy.config import (
+    CommitConfig,
+    KernelConfig,
+    MtpVerifyConfig,
+    PackedDecodeConfig,
+    YardstickConfig,
+)
 from kda_cupy.modules import OPTIONS
-from kda_cupy.ops import packed_decode
+from kda_cupy.ops import mtp_params, packed_decode
 
 core = pytest.importorskip("cuda.core")
 
@@ -50,6 +56,22 @@ def variants() -> dict[str, tuple[KernelConfig, int]]:
     found["half-parameters"] = (vary(A_log="float16", dt_bias="bfloat16"), REGISTERS)
     found["unaligned"] = (vary(vector=False), REGISTERS)
     found["unaligned-fp32-gdn"] = (vary(vector=False, per_key_gate=False, activation="float32"), REGISTERS)
+    for tokens in (8, 16):
+        for dtype, bounded, vector in (
+            ("bfloat16", True, True),
+            ("float32", False, True),
+            ("float16", False, False),
+        ):
+            verify = MtpVerifyConfig(
+                bounded, tokens, dtype, "float32", dtype, dtype, "float32", "float32", "float32", vector,
+                mtp_params.VERIFY_PARAMS_BYTES,
+            )  # fmt: skip
+            # 128 registers: two blocks of 256 threads an SM. The others have one, and may take more.
+            ceiling = 128 if tokens == 8 and vector else 192
+            found[f"verify-{tokens}-{dtype}{'' if vector else '-unaligned'}"] = (verify, ceiling)
+        for dtype in ("bfloat16", "float32"):
+            commit = CommitConfig(tokens, dtype, mtp_params.COMMIT_PARAMS_BYTES)
+            found[f"commit-{tokens}-{dtype}"] = (commit, 128)
     found["yardstick"] = (YardstickConfig(K=128, V=128, params_bytes=yardstick._LAYOUT.size), 64)
     return found
 

@@ -740,6 +740,20 @@ VALUES = [
         null_index=lambda c: 1,
     ),
     kda(
+        "KDA-VALUE-FLAG",
+        "use_qk_l2norm_in_kernel",
+        "`use_qk_l2norm_in_kernel` must be True or False. Got 1 of type int. Pass a bool: bool(value), or "
+        "value.item() for an array of one.",
+        use_qk_l2norm_in_kernel=lambda c: 1,
+    ),
+    kda(
+        "KDA-VALUE-FLAG",
+        "allow_neg_eigval",
+        "`allow_neg_eigval` must be True or False. Got 'False' of type str. Pass a bool: bool(value), or "
+        "value.item() for an array of one.",
+        allow_neg_eigval=lambda c: "False",
+    ),
+    kda(
         "KDA-VALUE-VALIDATE",
         "validate",
         '`validate` must be "metadata" or "full". Got True. Pass "full" to have the slots read and '
@@ -779,8 +793,8 @@ VALUES = [
         "operation",
         "bind",
         lambda c: bind("kda_packed_decode", c.mixed_qkv),
-        "`operation` must be one that can be bound: gdn_packed_decode, kda_packed_decode. Got "
-        "'kda_packed_decode'. Pass the function itself, then its operands.",
+        "`operation` must be one that can be bound: gdn_packed_decode, kda_commit, kda_decode_mtp, "
+        "kda_packed_decode. Got 'kda_packed_decode'. Pass the function itself, then its operands.",
     ),
 ]
 ARRAYS = [
@@ -1261,7 +1275,11 @@ def test_the_whole_message(case: Case) -> None:
 
 
 def test_every_page_has_a_case() -> None:
-    assert {case.code for case in CASES} == CATALOGUE.keys()
+    of_verify_and_commit = {"KDA-VALUE-LENGTH-RANGE", "KDA-VALUE-ACCEPT-RANGE", "KDA-VALUE-ROW-RANGE"}
+    of_verify_and_commit |= {"KDA-VALUE-EPS", "KDA-ARRAY-FOLDED"}  # see test_mtp_messages.py
+    families = ("KDA-VERIFY-", "KDA-COMMIT-")
+    of_verify_and_commit |= {code for code in CATALOGUE if code.startswith(families)}
+    assert {case.code for case in CASES} == CATALOGUE.keys() - of_verify_and_commit
 
 
 def test_messages_are_one_line_of_plain_words() -> None:
@@ -1443,6 +1461,8 @@ STEPS: list[tuple[str, Callable[[Operands], dict[str, Any]]]] = [
     ("KDA-VALUE-SCALE", lambda c: {"scale": "1"}),
     ("KDA-VALUE-LOWER-BOUND", lambda c: {"lower_bound": 1.0}),
     ("KDA-VALUE-A-LOG-MISSING", lambda c: {"A_log": None}),
+    ("KDA-VALUE-FLAG", lambda c: {"use_qk_l2norm_in_kernel": None}),
+    ("KDA-VALUE-FLAG", lambda c: {"allow_neg_eigval": np.array([True])}),
     ("KDA-VALUE-NULL-INDEX", lambda c: {"null_index": 7}),
     ("KDA-VALUE-VALIDATE", lambda c: {"validate": "fully"}),
     ("KDA-ARRAY-READ-ONLY", lambda c: {"initial_state": frozen(c.initial_state)}),
