@@ -17,12 +17,13 @@ mkdir -p "$work"
 export PYTHONPATH=.${PYTHONPATH:+:$PYTHONPATH} KDA_CUPY_REQUIRE_GPU=1
 
 echo "== tests"
-"$python" -m pytest tests/gpu -q -p no:cacheprovider --junitxml="$work/tests.xml" > "$work/tests.log" 2>&1
+"$python" -m pytest tests/gpu -q -p no:cacheprovider > "$work/tests.log" 2>&1
 tail -n 25 "$work/tests.log"
 
 # Every array its own allocation, or a stray access would land in CuPy's memory pool and go unseen.
-selection=(tests/gpu/test_packed_decode.py -q -p no:cacheprovider -k
-    "agrees_with and (softplus or bounded or K100 or K64-V24 or odd-row or int64 or fp32-gates) or padding_rows or past_the_pool or empty")
+chosen="agrees_with and (kda or gdn) and (softplus or bounded or K100 or K256 or K512 or K64-V24)"
+chosen="$chosen or odd-row or views_have or padding_rows or past_the_pool or sanitizer_selection"
+selection=(tests/gpu/test_packed_decode.py tests/gpu/test_mtp.py -q -p no:cacheprovider -k "$chosen")
 for tool in memcheck racecheck; do
     echo "== compute-sanitizer $tool"
     KDA_CUPY_TEST_WITHOUT_POOL=1 compute-sanitizer --tool "$tool" --error-exitcode 9 \
