@@ -122,14 +122,6 @@ class Plan:
         return int(guard.record_on(self.device).data.ptr)
 
     @cached_property
-    def split(self) -> int:
-        """Over how many blocks (log2) a head is spread."""
-        import cupy
-
-        multiprocessors = cupy.cuda.Device(self.device).attributes["MultiProcessorCount"]
-        return mtp_params.split_log2(self.N * self.HV * self.layers, multiprocessors)
-
-    @cached_property
     def packed(self) -> bytes:
         """The parameter struct from ``state_layer_stride`` on."""
         return mtp_params.pack_commit_layout(_layout(self))
@@ -384,7 +376,7 @@ def _layout(plan: Plan) -> mtp_params.CommitLayout:
         track_index_is_64bit=is_64bit("track_indices"),
         track_step_is_64bit=is_64bit("track_steps"),
         normalize_k=plan.normalize_k,
-        split_log2=plan.split,
+        split_log2=0,
         operation=guard.OPERATIONS.index(NAME),
     )
 
@@ -448,7 +440,7 @@ def _launch(plan: Plan, native: Operands, pointers: tuple[int, ...], results: An
     addresses = [pointers[index] for index in _POINTERS]
     launches = tuple(
         (
-            mtp_params.commit_grid(requests, plan.HV, plan.layers, plan.split),
+            mtp_params.commit_grid(requests, plan.HV, plan.layers),
             np.void(
                 mtp_params.pack_commit_pointers(
                     mtp_params.CommitPointers._make([*addresses, plan.errors, first])

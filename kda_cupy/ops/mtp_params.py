@@ -15,9 +15,6 @@ from typing import Final, NamedTuple
 THREADS: Final = 256
 """Threads a block, both kernels."""
 
-MAX_SPLIT_LOG2: Final = 0
-"""A head's value rows are spread over at most four blocks."""
-
 OPERANDS: Final = (
     "ssm_state_indices",
     "cu_seqlens",
@@ -163,7 +160,7 @@ class VerifyLayout(NamedTuple):
     cu_seqlens_is_64bit: int
     normalize_qk: int
     split_log2: int
-    """A head is spread over ``1 << split_log2`` blocks: see :func:`split_log2`. Never with an output norm."""
+    """0: one block a head. The kernels do not read it yet."""
     operation: int
     """Index in guard.OPERATIONS."""
     scale: float
@@ -281,7 +278,7 @@ class CommitLayout(NamedTuple):
     normalize_k: int
     """As the verify that wrote the rings had it."""
     split_log2: int
-    """A head is spread over ``1 << split_log2`` blocks: see :func:`split_log2`."""
+    """0: one block a head. The kernels do not read it yet."""
     operation: int
     """Index in guard.OPERATIONS."""
 
@@ -311,23 +308,11 @@ def pack_commit_layout(layout: CommitLayout) -> bytes:
     return _COMMIT_LAYOUT.pack(*layout)
 
 
-def split_log2(blocks: int, multiprocessors: int) -> int:
-    """Over how many blocks (log2) to spread a head, if it takes ``blocks`` with one block a head.
-
-    More, smaller blocks while that leaves every block a multiprocessor of its own. The bits of the results do not
-    depend on it.
-    """
-    split = 0
-    while split < MAX_SPLIT_LOG2 and blocks << (split + 1) <= multiprocessors:
-        split += 1
-    return split
+def verify_grid(requests: int, H: int, HV: int) -> tuple[int, int, int]:
+    """Blocks of one launch over ``requests`` (at most 65,535)."""
+    return (HV // H, H, requests)
 
 
-def verify_grid(requests: int, H: int, HV: int, split: int) -> tuple[int, int, int]:
-    """Blocks of one launch over ``requests`` (at most 65,535), with ``split`` from :func:`split_log2`."""
-    return (HV // H << split, H, requests)
-
-
-def commit_grid(requests: int, HV: int, layers: int, split: int) -> tuple[int, int, int]:
+def commit_grid(requests: int, HV: int, layers: int) -> tuple[int, int, int]:
     """Blocks of one launch over ``requests`` and ``layers`` (at most 65,535 each)."""
-    return (HV << split, requests, layers)
+    return (HV, requests, layers)

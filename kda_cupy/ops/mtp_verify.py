@@ -127,16 +127,6 @@ class Plan:
         return int(guard.record_on(self.device).data.ptr)
 
     @cached_property
-    def split(self) -> int:
-        """Over how many blocks (log2) a head is spread; the output norm needs all of it in one."""
-        if self.infos.onorm_gate is not None:
-            return 0
-        import cupy
-
-        multiprocessors = cupy.cuda.Device(self.device).attributes["MultiProcessorCount"]
-        return mtp_params.split_log2(self.N * self.HV, multiprocessors)
-
-    @cached_property
     def packed(self) -> bytes:
         """The parameter struct from ``x_q_stride`` on."""
         return mtp_params.pack_verify_layout(_layout(self))
@@ -481,7 +471,7 @@ def _layout(plan: Plan) -> mtp_params.VerifyLayout:
         ring_index_is_64bit=is_64bit("ring_indices"),
         cu_seqlens_is_64bit=is_64bit("cu_seqlens"),
         normalize_qk=plan.normalize_qk,
-        split_log2=plan.split,
+        split_log2=0,
         operation=guard.OPERATIONS.index(NAME),
         scale=plan.scale,
         lower_bound=0.0 if plan.lower_bound is None else plan.lower_bound,
@@ -546,7 +536,7 @@ def _launch(plan: Plan, native: Operands, pointers: tuple[int, ...], results: An
     addresses = [pointers[index] for index in _POINTERS]
     launches = tuple(
         (
-            mtp_params.verify_grid(requests, plan.H, plan.HV, plan.split),
+            mtp_params.verify_grid(requests, plan.H, plan.HV),
             np.void(
                 mtp_params.pack_verify_pointers(
                     mtp_params.VerifyPointers._make([*addresses, plan.errors, first])

@@ -125,7 +125,7 @@ def test_a_captured_round_uses_what_the_buffers_hold_at_replay(mode: str) -> Non
 
 @MODES
 def test_batches_of_every_size_give_the_same_bits(mode: str) -> None:
-    """Small launches spread a head over more blocks than large ones; no result may show it."""
+    """From one request to 60 of them, in any order; no result may show it."""
     N, t, H, HV = 120, 5, 1, 2
     whole = make_mtp(N=N, t=t, H=H, HV=HV, mode=mode)
     want = to_hosts(verified(whole))
