@@ -29,7 +29,7 @@ from kda_cupy.checks import (
     shape_text,
 )
 from kda_cupy.config import CommitConfig, room_for
-from kda_cupy.dtypes import FLOATS, INT64
+from kda_cupy.dtypes import FLOATS
 from kda_cupy.errors import error
 from kda_cupy.launch import MAX_GRID_Z, BoundCall, Call, HostCall, Launch, register_binder, split_rows
 from kda_cupy.modules import Kernel, get_kernel
@@ -315,21 +315,7 @@ def _layout(plan: Plan) -> mtp_params.CommitLayout:
     """The part of the parameter struct that a plan decides."""
     infos = plan.infos
 
-    def stride(name: str, axis: int) -> int:
-        info = getattr(infos, name)
-        return 0 if info is None else int(info.stride(axis))
-
-    def each(names: tuple[str, ...], axis: int, kind: str, prefix: str) -> dict[str, int]:
-        """``cs_q_slot_stride`` and its like for q, k and v."""
-        return {
-            f"{prefix}_{letter}_{kind}_stride": stride(name, axis)
-            for letter, name in zip("qkv", names, strict=True)
-        }
-
-    def is_64bit(name: str) -> int:
-        info = getattr(infos, name)
-        return int(info is not None and info.dtype == INT64)
-
+    stride = mtp_params.Strides(infos)
     rings = infos.replayssm_rawv
     return mtp_params.CommitLayout(
         state_layer_stride=stride("recurrent_state", 0),
@@ -347,15 +333,15 @@ def _layout(plan: Plan) -> mtp_params.CommitLayout:
         ring_g_slot_stride=stride("replayssm_g", 1),
         ring_beta_layer_stride=stride("replayssm_beta", 0),
         ring_beta_slot_stride=stride("replayssm_beta", 1),
-        **each(HISTORIES, 0, "layer", "cs"),
-        **each(HISTORIES, 1, "slot", "cs"),
-        **each(HISTORIES, 2, "channel", "cs"),
-        **each(HISTORIES, 3, "tap", "cs"),
-        **each(WINDOWS, 0, "layer", "window"),
-        **each(WINDOWS, 1, "row", "window"),
-        **each(WINDOWS, 2, "step", "window"),
-        **each(WINDOWS, 3, "channel", "window"),
-        **each(WINDOWS, 4, "tap", "window"),
+        **stride.of_each(HISTORIES, 0, "cs_{}_layer_stride"),
+        **stride.of_each(HISTORIES, 1, "cs_{}_slot_stride"),
+        **stride.of_each(HISTORIES, 2, "cs_{}_channel_stride"),
+        **stride.of_each(HISTORIES, 3, "cs_{}_tap_stride"),
+        **stride.of_each(WINDOWS, 0, "window_{}_layer_stride"),
+        **stride.of_each(WINDOWS, 1, "window_{}_row_stride"),
+        **stride.of_each(WINDOWS, 2, "window_{}_step_stride"),
+        **stride.of_each(WINDOWS, 3, "window_{}_channel_stride"),
+        **stride.of_each(WINDOWS, 4, "window_{}_tap_stride"),
         accept_stride=stride("accept_lens", 0),
         slot_index_stride=stride("ssm_state_indices", 0),
         scratch_index_stride=stride("intermediate_state_indices", 0),
@@ -369,12 +355,12 @@ def _layout(plan: Plan) -> mtp_params.CommitLayout:
         ring_steps=0 if rings is None else rings.shape[3],
         group=plan.HV // plan.H,
         null_index=plan.null_index,
-        accept_is_64bit=is_64bit("accept_lens"),
-        slot_index_is_64bit=is_64bit("ssm_state_indices"),
-        scratch_index_is_64bit=is_64bit("intermediate_state_indices"),
-        ring_index_is_64bit=is_64bit("ring_indices"),
-        track_index_is_64bit=is_64bit("track_indices"),
-        track_step_is_64bit=is_64bit("track_steps"),
+        accept_is_64bit=stride.is_64bit("accept_lens"),
+        slot_index_is_64bit=stride.is_64bit("ssm_state_indices"),
+        scratch_index_is_64bit=stride.is_64bit("intermediate_state_indices"),
+        ring_index_is_64bit=stride.is_64bit("ring_indices"),
+        track_index_is_64bit=stride.is_64bit("track_indices"),
+        track_step_is_64bit=stride.is_64bit("track_steps"),
         normalize_k=plan.normalize_k,
         split_log2=0,
         operation=guard.OPERATIONS.index(NAME),

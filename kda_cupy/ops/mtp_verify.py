@@ -35,7 +35,7 @@ from kda_cupy.checks import (
     strides_text,
 )
 from kda_cupy.config import MtpVerifyConfig, room_for
-from kda_cupy.dtypes import BFLOAT16, FLOAT32, FLOATS, INDICES, INT64
+from kda_cupy.dtypes import BFLOAT16, FLOAT32, FLOATS, INDICES
 from kda_cupy.errors import error
 from kda_cupy.launch import BoundCall, Call, HostCall, Launch, register_binder, split_rows
 from kda_cupy.modules import Kernel, get_kernel
@@ -415,32 +415,18 @@ def _layout(plan: Plan) -> mtp_params.VerifyLayout:
     """The part of the parameter struct that a plan decides."""
     infos = plan.infos
 
-    def stride(name: str, axis: int) -> int:
-        info = getattr(infos, name)
-        return 0 if info is None else int(info.stride(axis))
-
-    def each(names: tuple[str, ...], axis: int, kind: str, prefix: str) -> dict[str, int]:
-        """``cs_q_slot_stride`` and its like for q, k and v."""
-        return {
-            f"{prefix}_{letter}{kind}_stride": stride(name, axis)
-            for letter, name in zip("qkv", names, strict=True)
-        }
-
-    def is_64bit(name: str) -> int:
-        info = getattr(infos, name)
-        return int(info is not None and info.dtype == INT64)
-
+    stride = mtp_params.Strides(infos)
     rings = infos.replayssm_rawv
     return mtp_params.VerifyLayout(
-        **each(("x_q", "x_k", "x_v"), 1, "", "x"),
-        **each(("w_q", "w_k", "w_v"), 0, "", "w"),
-        **each(HISTORIES, 0, "_slot", "cs"),
-        **each(HISTORIES, 1, "_channel", "cs"),
-        **each(HISTORIES, 2, "_tap", "cs"),
-        **each(WINDOWS, 0, "_row", "window"),
-        **each(WINDOWS, 1, "_step", "window"),
-        **each(WINDOWS, 2, "_channel", "window"),
-        **each(WINDOWS, 3, "_tap", "window"),
+        **stride.of_each(("x_q", "x_k", "x_v"), 1, "x_{}_stride"),
+        **stride.of_each(("w_q", "w_k", "w_v"), 0, "w_{}_stride"),
+        **stride.of_each(HISTORIES, 0, "cs_{}_slot_stride"),
+        **stride.of_each(HISTORIES, 1, "cs_{}_channel_stride"),
+        **stride.of_each(HISTORIES, 2, "cs_{}_tap_stride"),
+        **stride.of_each(WINDOWS, 0, "window_{}_row_stride"),
+        **stride.of_each(WINDOWS, 1, "window_{}_step_stride"),
+        **stride.of_each(WINDOWS, 2, "window_{}_channel_stride"),
+        **stride.of_each(WINDOWS, 3, "window_{}_tap_stride"),
         g_stride=stride("g", 1),
         beta_stride=stride("beta", 1),
         beta_head_stride=stride("beta", 2),
@@ -466,10 +452,10 @@ def _layout(plan: Plan) -> mtp_params.VerifyLayout:
         max_tokens=plan.max_tokens,
         ring_steps=0 if rings is None else rings.shape[2],
         null_index=plan.null_index,
-        slot_index_is_64bit=is_64bit("ssm_state_indices"),
-        scratch_index_is_64bit=is_64bit("intermediate_state_indices"),
-        ring_index_is_64bit=is_64bit("ring_indices"),
-        cu_seqlens_is_64bit=is_64bit("cu_seqlens"),
+        slot_index_is_64bit=stride.is_64bit("ssm_state_indices"),
+        scratch_index_is_64bit=stride.is_64bit("intermediate_state_indices"),
+        ring_index_is_64bit=stride.is_64bit("ring_indices"),
+        cu_seqlens_is_64bit=stride.is_64bit("cu_seqlens"),
         normalize_qk=plan.normalize_qk,
         split_log2=0,
         operation=guard.OPERATIONS.index(NAME),
