@@ -12,21 +12,14 @@ from __future__ import annotations
 import struct
 from typing import Any, Final, NamedTuple
 
+from kda_cupy import guard
 from kda_cupy.arrays import ArrayInfo
 from kda_cupy.dtypes import INT64
 
 THREADS: Final = 256
 """Threads a block, both kernels."""
 
-OPERANDS: Final = (
-    "ssm_state_indices",
-    "cu_seqlens",
-    "intermediate_state_indices",
-    "ring_indices",
-    "accept_lens",
-    "track_indices",
-    "track_steps",
-)
+OPERANDS: Final = guard.OPERANDS
 """What the operand number in an error record means; the kernels write these numbers.
 
 The value recorded is the slot, the row, the length or the count; the limit is the first value too large for it
