@@ -63,6 +63,19 @@ class ArrayInfo(NamedTuple):
             return False
         return self.strides[-1] == self.dtype.itemsize or self.shape[-1] == 1 or self.size == 0
 
+    def moves_by_four(self, axis: int = -1) -> bool:
+        """True if elements are neighbours along ``axis``, and each four of them from a multiple of four on are
+        aligned to their own size, so that a kernel may move them at once. False if a stride is 2^31 elements or more.
+        """
+        axis %= self.rank
+        four = 4 * self.dtype.itemsize
+        others = [stride for n, stride in enumerate(self.strides) if n != axis and self.shape[n] > 1]
+        return (
+            4 * self.strides[axis] == four
+            and self.misalignment % four == 0
+            and all(stride % four == 0 and stride < 2**31 * self.dtype.itemsize for stride in others)
+        )
+
     @property
     def span_bytes(self) -> int:
         """Bytes from the lowest address of an element to the end of the highest one; 0 if there are none."""

@@ -8,9 +8,9 @@ nothing recompiles when traffic changes.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Final, Protocol
 
-from kda_cupy.dtypes import C_NAMES
+from kda_cupy.dtypes import C_NAMES, by_name
 
 
 class KernelConfig(Protocol):
@@ -118,21 +118,20 @@ class YardstickConfig:
         return (f"-DKDA_K={self.K}", f"-DKDA_V={self.V}", f"-DKDA_PARAMS_BYTES={self.params_bytes}")
 
 
-def chain_bytes(tokens: int, sides: int) -> int:
-    """Size of ``Chain<tokens, sides>`` in kernels/chain.cuh, whose fields these are."""
-    K, V, operand_stride = 128, 128, 144
-    with_queries = tokens if sides == 2 else 1
-    activated = tokens * K + with_queries * K + tokens * V  # k, q, v
-    gates = 2 * tokens * K  # decay, growth
-    operand = sides * tokens * operand_stride
-    products = V * (sides * tokens + 4)
-    coefficients = tokens * tokens + with_queries * tokens  # A, B
-    return 4 * (activated + gates + operand + products + coefficients + tokens)
+CHAIN_BYTES: Final = 4 * (5 * 8 * 128 + 3 * 16 * 136 + 4 * 16 * 8 + 8)
+"""Size of ``Chain`` in kernels/chain.cuh: k, q, v and gates of eight tokens, the operands, coefficients, beta."""
 
 
-def room_for(tokens: int) -> int:
-    """Tokens that a kernel has room for: 8 or 16, whatever the real number, so that traffic recompiles nothing."""
-    return 8 if tokens <= 8 else 16
+def verify_bytes(activation: str) -> int:
+    """Size of ``Shared`` in kernels/mtp_verify.cu: the chain, taps and biases, raw inputs, addresses, squares of outputs,
+    steep tokens.
+    """
+    raw = 3 * (3 + 8) * 128 * by_name(activation).itemsize
+    return CHAIN_BYTES + 4 * 15 * 128 + raw + 6 * 8 + 4 * 8 * 8 + 4 * 4
+
+
+COMMIT_BYTES: Final = CHAIN_BYTES + 2 * 4 * 8 * 144 + 4 * 4
+"""Size of ``Shared`` in kernels/commit.cu: the chain, and decayed keys in two parts."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,8 +139,6 @@ class MtpVerifyConfig:
     """kernels/mtp_verify.cu. The dtypes are names such as ``"bfloat16"``."""
 
     bounded: bool
-    tokens: int
-    """Room for tokens, from :func:`room_for`."""
     activation: str
     conv_weight: str
     g: str
@@ -150,7 +147,7 @@ class MtpVerifyConfig:
     dt_bias: str
     onorm_weight: str
     vector: bool
-    """True if two channels can be moved at a time: neighbours in memory, aligned to both."""
+    """True if four channels can be moved at a time: neighbours in memory, aligned to all four."""
     params_bytes: int
 
     @property
@@ -163,18 +160,17 @@ class MtpVerifyConfig:
 
     @property
     def shared_bytes(self) -> int:
-        return chain_bytes(self.tokens, 2)
+        return verify_bytes(self.activation)
 
     @property
     def variant(self) -> str:
         gate = "bounded" if self.bounded else "softplus"
         loads = "" if self.vector else ",unaligned"
-        return f"{self.entry}[{gate},t<={self.tokens},{self.activation}{loads}]"
+        return f"{self.entry}[{gate},{self.activation}{loads}]"
 
     def defines(self) -> tuple[str, ...]:
         return (
             f"-DKDA_BOUNDED={self.bounded:d}",
-            f"-DKDA_TOKENS={self.tokens}",
             f"-DKDA_ACTIVATION={C_NAMES[self.activation]}",
             f"-DKDA_CONV_WEIGHT={C_NAMES[self.conv_weight]}",
             f"-DKDA_G={C_NAMES[self.g]}",
@@ -192,9 +188,9 @@ class MtpVerifyConfig:
 class CommitConfig:
     """kernels/commit.cu."""
 
-    tokens: int
-    """Room for tokens, from :func:`room_for`."""
     activation: str
+    vector: bool
+    """True if the rings' rows can be moved four channels at a time."""
     params_bytes: int
 
     @property
@@ -207,16 +203,17 @@ class CommitConfig:
 
     @property
     def shared_bytes(self) -> int:
-        return chain_bytes(self.tokens, 1)
+        return COMMIT_BYTES
 
     @property
     def variant(self) -> str:
-        return f"{self.entry}[t<={self.tokens},{self.activation}]"
+        loads = "" if self.vector else ",unaligned"
+        return f"{self.entry}[{self.activation}{loads}]"
 
     def defines(self) -> tuple[str, ...]:
         return (
-            f"-DKDA_TOKENS={self.tokens}",
             f"-DKDA_ACTIVATION={C_NAMES[self.activation]}",
+            f"-DKDA_VECTOR={self.vector:d}",
             f"-DKDA_PARAMS_BYTES={self.params_bytes}",
             f"-DKDA_SHARED_BYTES={self.shared_bytes}",
         )

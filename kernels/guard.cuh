@@ -25,17 +25,29 @@ __device__ inline void record_error(ErrorRecord* record, int operation, int oper
     }
 }
 
-// Element i of an index vector of either width. `volatile` keeps it where it is written: everything waits for it.
+// Element i of an index vector of either width. Without a branch, so that several are on their way at once; `volatile`
+// keeps the load where it is written: everything waits for it. What is done with its words waits for them, so whoever
+// looks ahead keeps the words.
+struct IndexWords {
+    int low, high;
+};
+
+__device__ __forceinline__ IndexWords load_index_words(const void* indices, bool is_64bit, long long i) {
+    const char* const at = static_cast<const char*>(indices) + (i << (is_64bit ? 3 : 2));
+    IndexWords words;
+    asm volatile(
+        "{ .reg .pred wide; setp.ne.s32 wide, %3, 0; mov.b32 %1, 0;"
+        "  ld.global.b32 %0, [%2]; @wide ld.global.b32 %1, [%2 + 4]; }"
+        : "=r"(words.low), "=&r"(words.high)
+        : "l"(at), "r"(int(is_64bit)));
+    return words;
+}
+
+__device__ __forceinline__ long long to_index(IndexWords words, bool is_64bit) {
+    return static_cast<long long>(is_64bit ? words.high : words.low >> 31) << 32 |
+           static_cast<unsigned>(words.low);
+}
+
 __device__ __forceinline__ long long load_index(const void* indices, bool is_64bit, long long i) {
-    long long index;
-    if (is_64bit) {
-        asm volatile("ld.global.b64 %0, [%1];"
-                     : "=l"(index)
-                     : "l"(static_cast<const long long*>(indices) + i));
-    } else {
-        int narrow;
-        asm volatile("ld.global.b32 %0, [%1];" : "=r"(narrow) : "l"(static_cast<const int*>(indices) + i));
-        index = narrow;
-    }
-    return index;
+    return to_index(load_index_words(indices, is_64bit, i), is_64bit);
 }

@@ -7,9 +7,11 @@
 #pragma once
 
 struct bf16 {
+    static constexpr bool kIsBf16 = true;
     unsigned short bits;
 };
 struct fp16 {
+    static constexpr bool kIsBf16 = false;
     unsigned short bits;
 };
 
@@ -80,4 +82,11 @@ __device__ __forceinline__ void store_streaming(float* to, float4 x) {
     asm volatile("st.global.cs.v4.f32 [%0], {%1, %2, %3, %4};" ::"l"(to), "f"(x.x), "f"(x.y), "f"(x.z),
                  "f"(x.w)
                  : "memory");
+}
+
+// The same number, of which the compiler knows nothing: what is made of it is made here, and not long before, where it would
+// hold a register.
+__device__ __forceinline__ int opaque(int x) {
+    asm volatile("" : "+r"(x));
+    return x;
 }

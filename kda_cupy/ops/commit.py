@@ -28,7 +28,7 @@ from kda_cupy.checks import (
     check_written,
     shape_text,
 )
-from kda_cupy.config import CommitConfig, room_for
+from kda_cupy.config import CommitConfig
 from kda_cupy.dtypes import FLOATS
 from kda_cupy.errors import error
 from kda_cupy.launch import MAX_GRID_Z, BoundCall, Call, HostCall, Launch, register_binder, split_rows
@@ -305,8 +305,10 @@ def commit_config(plan: Plan) -> CommitConfig:
     infos = plan.infos
     activations = infos.replayssm_rawk if infos.replayssm_rawk is not None else infos.cs_q
     return CommitConfig(
-        tokens=room_for(plan.max_tokens),
         activation="float32" if activations is None else activations.dtype.name,
+        vector=all(
+            info.moves_by_four() for info in (infos.replayssm_rawv, infos.replayssm_rawk) if info is not None
+        ),
         params_bytes=mtp_params.COMMIT_PARAMS_BYTES,
     )
 
@@ -362,7 +364,6 @@ def _layout(plan: Plan) -> mtp_params.CommitLayout:
         track_index_is_64bit=stride.is_64bit("track_indices"),
         track_step_is_64bit=stride.is_64bit("track_steps"),
         normalize_k=plan.normalize_k,
-        split_log2=0,
         operation=guard.OPERATIONS.index(NAME),
     )
 

@@ -118,6 +118,16 @@ def check_window(name: str, info: ArrayInfo, *, steps: int, channels: int) -> No
         raise error("KDA-VERIFY-CONV-WINDOW", operand=name, got=shape_text(info.shape), shape=shape)
 
 
+def sliding(info: ArrayInfo) -> ArrayInfo:
+    """Windows that slide over raw inputs, [rows, steps + 2, channels], a step's taps where the next step's are,
+    hold each input once: seen as what they lie over, no two elements of which are in one place.
+    """
+    rows, steps, channels, taps = info.shape
+    if info.strides[1] != info.strides[3] or not steps:
+        return info
+    return info._replace(shape=(rows, steps + taps - 1, channels), strides=info.strides[:3])
+
+
 def check_scratch_rows(infos: Mapping[str, ArrayInfo]) -> int:
     """Snapshots and windows of one request stand in the same row of each: all have as many. Returns how many."""
     rows = {name: info.shape[0] for name, info in infos.items()}

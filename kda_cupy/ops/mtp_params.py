@@ -155,8 +155,8 @@ class VerifyLayout(NamedTuple):
     ring_index_is_64bit: int
     cu_seqlens_is_64bit: int
     normalize_qk: int
-    split_log2: int
-    """0: one block a head. The kernels do not read it yet."""
+    group: int
+    """HV // H: value heads that share a q/k head."""
     operation: int
     """Index in guard.OPERATIONS."""
     scale: float
@@ -273,14 +273,12 @@ class CommitLayout(NamedTuple):
     track_step_is_64bit: int
     normalize_k: int
     """As the verify that wrote the rings had it."""
-    split_log2: int
-    """0: one block a head. The kernels do not read it yet."""
     operation: int
     """Index in guard.OPERATIONS."""
 
 
 _COMMIT_POINTERS = struct.Struct("<19Qq")
-_COMMIT_LAYOUT = struct.Struct("<51q13i4x")
+_COMMIT_LAYOUT = struct.Struct("<51q12i")
 COMMIT_PARAMS_BYTES: Final = _COMMIT_POINTERS.size + _COMMIT_LAYOUT.size
 
 
@@ -326,9 +324,9 @@ def pack_commit_layout(layout: CommitLayout) -> bytes:
     return _COMMIT_LAYOUT.pack(*layout)
 
 
-def verify_grid(requests: int, H: int, HV: int) -> tuple[int, int, int]:
+def verify_grid(requests: int, HV: int) -> tuple[int, int, int]:
     """Blocks of one launch over ``requests`` (at most 65,535)."""
-    return (HV // H, H, requests)
+    return (HV, requests, 1)
 
 
 def commit_grid(requests: int, HV: int, layers: int) -> tuple[int, int, int]:

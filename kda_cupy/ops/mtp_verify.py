@@ -34,7 +34,7 @@ from kda_cupy.checks import (
     shape_text,
     strides_text,
 )
-from kda_cupy.config import MtpVerifyConfig, room_for
+from kda_cupy.config import MtpVerifyConfig
 from kda_cupy.dtypes import BFLOAT16, FLOAT32, FLOATS, INDICES
 from kda_cupy.errors import error
 from kda_cupy.launch import BoundCall, Call, HostCall, Launch, register_binder, split_rows
@@ -55,6 +55,7 @@ from kda_cupy.ops.mtp_checks import (
     check_snapshots,
     check_state_memory,
     check_window,
+    sliding,
     to_host,
 )
 from kda_cupy.reference import batched_mtp
@@ -196,7 +197,9 @@ def check(infos: Operands, options: Options) -> Plan:
     normalize_qk = check_flag("use_qk_l2norm_in_kernel", options.use_qk_l2norm_in_kernel)
     doubles_beta = check_flag("allow_neg_eigval", options.allow_neg_eigval)
     check_modes(options.null_index, options.validate)
-    check_written({name: info for name, info in named.items() if name in WRITTEN})
+    check_written(
+        {name: sliding(info) if name in WINDOWS else info for name, info in named.items() if name in WRITTEN}
+    )
     return Plan(
         N=N,
         T=T,
@@ -381,7 +384,6 @@ def verify_config(plan: Plan) -> MtpVerifyConfig:
 
     return MtpVerifyConfig(
         bounded=plan.lower_bound is not None,
-        tokens=room_for(plan.max_tokens),
         activation=dtype("x_q"),
         conv_weight=dtype("w_q"),
         g=dtype("g"),
@@ -389,26 +391,21 @@ def verify_config(plan: Plan) -> MtpVerifyConfig:
         A_log=dtype("A_log"),
         dt_bias=dtype("dt_bias"),
         onorm_weight=dtype("onorm_weight"),
-        vector=all(_moves_in_pairs(name, getattr(infos, name)) for name in _PAIRED),
+        vector=all(
+            info.moves_by_four(axis)
+            for name, axis in _MOVED.items()
+            if (info := getattr(infos, name)) is not None
+        ),
         params_bytes=mtp_params.VERIFY_PARAMS_BYTES,
     )
 
 
-_PAIRED: Final = ("x_q", "x_k", "x_v", "g", *HISTORIES, *WINDOWS, *RINGS[:3])
-_CHANNEL_AXIS: Final = dict.fromkeys(HISTORIES, 1) | dict.fromkeys(WINDOWS, 2)
-
-
-def _moves_in_pairs(name: str, info: ArrayInfo | None) -> bool:
-    """True if channels 2n and 2n + 1 are neighbours, and every such pair is aligned to its own size."""
-    if info is None:
-        return True
-    axis, size = _CHANNEL_AXIS.get(name, info.rank - 1), info.dtype.itemsize
-    others = [stride for n, stride in enumerate(info.strides) if n != axis and info.shape[n] > 1]
-    return (
-        info.strides[axis] == size
-        and info.misalignment % (2 * size) == 0
-        and all(stride % (2 * size) == 0 for stride in others)
-    )
+_MOVED: Final = (
+    dict.fromkeys(("x_q", "x_k", "x_v", "out", *RINGS[:2]), -1)
+    | dict.fromkeys(HISTORIES, 1)
+    | dict.fromkeys(WINDOWS, 2)
+)
+"""What is moved four channels at a time, and the axis of the channels."""
 
 
 def _layout(plan: Plan) -> mtp_params.VerifyLayout:
@@ -457,7 +454,7 @@ def _layout(plan: Plan) -> mtp_params.VerifyLayout:
         ring_index_is_64bit=stride.is_64bit("ring_indices"),
         cu_seqlens_is_64bit=stride.is_64bit("cu_seqlens"),
         normalize_qk=plan.normalize_qk,
-        split_log2=0,
+        group=plan.HV // plan.H,
         operation=guard.OPERATIONS.index(NAME),
         scale=plan.scale,
         lower_bound=0.0 if plan.lower_bound is None else plan.lower_bound,
@@ -522,7 +519,7 @@ def _launch(plan: Plan, native: Operands, pointers: tuple[int, ...], results: An
     addresses = [pointers[index] for index in _POINTERS]
     launches = tuple(
         (
-            mtp_params.verify_grid(requests, plan.H, plan.HV),
+            mtp_params.verify_grid(requests, plan.HV),
             np.void(
                 mtp_params.pack_verify_pointers(
                     mtp_params.VerifyPointers._make([*addresses, plan.errors, first])
@@ -628,7 +625,7 @@ def kda_decode_mtp(
     ssm_state_indices           [N], slot of each request           int32, int64          free
     cu_seqlens                  [N+1], where each request begins    int32, int64          contiguous
     intermediate_state_indices  [N], scratch row of each request    int32, int64          free
-    intermediate_conv_q, _k,    [rows, >= t, H*128, 3], v: HV:      as x_q, **written**   free
+    intermediate_conv_q, _k,    [rows, >= t, H*128, 3], v: HV:      as x_q, **written**   free (may slide)
     _v                          window after each token
     intermediate_ssm            [rows, >= t, HV, V, K]: state       fp32, **written**     inner three dense
                                 after each token
@@ -639,6 +636,9 @@ def kda_decode_mtp(
     onorm_weight                [128], optional                     fp32, bf16            contiguous
     out                         [1, T, HV, 128], optional           as x_q, **written**   heads dense, token free
     ==========================  ==================================  ====================  ==========================
+
+    Neighbouring windows share two of their three inputs. Windows that slide over raw inputs ``[rows, steps + 2,
+    channels]`` (the strides of step and tap are the same) hold each once, and a third of their bytes is written.
 
     Exactly one of ``intermediate_ssm`` (snapshots) and the four ``replayssm_*`` rings is given; ``out`` has the same
     bits with either. Every token, with its convolution (history raw, SiLU, rounded to the dtype of ``x_q``), its

@@ -263,7 +263,7 @@ def check(operation: str, infos: Operands, options: Options) -> Plan:
             b=b.dtype.name,
             A_log=A_log.dtype.name if A_log is not None else "float32",
             dt_bias=dt_bias.dtype.name,
-            vector=_loads_by_four(x) and (not per_key or (_loads_by_four(a) and _loads_by_four(dt_bias))),
+            vector=x.moves_by_four() and (not per_key or (a.moves_by_four() and dt_bias.moves_by_four())),
             params_bytes=_PARAMS_BYTES,
         ),
         packed=_PER_PLAN.pack(*params[10:]),
@@ -275,13 +275,6 @@ def check(operation: str, infos: Operands, options: Options) -> Plan:
         validate_fully=options.validate == "full",
         spans=tuple(0 if info is None else info.span_bytes for info in infos),
     )
-
-
-def _loads_by_four(info: ArrayInfo) -> bool:
-    """True if every run of four elements that starts at a multiple of four in its row is aligned to its own size."""
-    size = 4 * info.dtype.itemsize
-    rows = info.strides[0] if info.rank == 2 and info.shape[0] > 1 else 0
-    return info.misalignment % size == 0 and rows % size == 0
 
 
 def _check_ranks_and_contiguity(

@@ -56,22 +56,25 @@ def variants() -> dict[str, tuple[KernelConfig, int]]:
     found["half-parameters"] = (vary(A_log="float16", dt_bias="bfloat16"), REGISTERS)
     found["unaligned"] = (vary(vector=False), REGISTERS)
     found["unaligned-fp32-gdn"] = (vary(vector=False, per_key_gate=False, activation="float32"), REGISTERS)
-    for tokens in (8, 16):
-        for dtype, bounded, vector in (
-            ("bfloat16", True, True),
-            ("float32", False, True),
-            ("float16", False, False),
-        ):
-            verify = MtpVerifyConfig(
-                bounded, tokens, dtype, "float32", dtype, dtype, "float32", "float32", "float32", vector,
-                mtp_params.VERIFY_PARAMS_BYTES,
-            )  # fmt: skip
-            # 128 registers: two blocks of 256 threads an SM. The others have one, and may take more.
-            ceiling = 128 if tokens == 8 and vector else 192
-            found[f"verify-{tokens}-{dtype}{'' if vector else '-unaligned'}"] = (verify, ceiling)
-        for dtype in ("bfloat16", "float32"):
-            commit = CommitConfig(tokens, dtype, mtp_params.COMMIT_PARAMS_BYTES)
-            found[f"commit-{tokens}-{dtype}"] = (commit, 128)
+    for dtype, bounded, vector in (
+        ("bfloat16", True, True),
+        ("bfloat16", False, True),
+        ("float32", False, True),
+        ("float16", False, False),
+    ):
+        verify = MtpVerifyConfig(
+            bounded, dtype, "float32", dtype, dtype, "float32", "float32", "float32", vector,
+            mtp_params.VERIFY_PARAMS_BYTES,
+        )  # fmt: skip
+        # 128 registers: two blocks of 256 threads an SM, before sm_100. The others have one, and may take more.
+        ceiling = 128 if vector and dtype != "float32" else 255
+        found[f"verify-{'bounded' if bounded else 'softplus'}-{dtype}{'' if vector else '-unaligned'}"] = (
+            verify,
+            ceiling,
+        )
+    for dtype, vector in (("bfloat16", True), ("float32", True), ("float16", False)):
+        commit = CommitConfig(dtype, vector, mtp_params.COMMIT_PARAMS_BYTES)
+        found[f"commit-{dtype}{'' if vector else '-unaligned'}"] = (commit, 128 if vector else 255)
     found["yardstick"] = (YardstickConfig(K=128, V=128, params_bytes=yardstick._LAYOUT.size), 64)
     return found
 
@@ -97,7 +100,8 @@ def test_compiles_without_spills_and_with_few_registers(name: str, arch: str) ->
         ("0", "0", "0")
     ], log
     (registers,) = re.findall(r"Used (\d+) registers", log)
-    assert int(registers) <= ceiling, log
+    one_block = arch in ("sm_100", "sm_120") and ceiling == 128
+    assert int(registers) <= (255 if one_block else ceiling), log
     assert "warning" not in log.lower(), log
 
 

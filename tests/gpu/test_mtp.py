@@ -277,7 +277,7 @@ def test_nothing_recompiles_when_traffic_changes() -> None:
 @MODES
 def test_kernels_tell_about_themselves(mode: str) -> None:
     modules._kernels.clear()
-    problem = make_mtp(N=1, mode=mode)
+    problem = make_mtp(N=1, mode=mode, dtype="bfloat16")
     verify = kda_cupy.bind(kda_cupy.kda_decode_mtp, **to(problem, cupy))
     commit = kda_cupy.bind(kda_cupy.kda_commit, **to(commit_operands(problem, [1]), cupy))
     assert "mtp_verify" in repr(verify) and "commit" in repr(commit)
