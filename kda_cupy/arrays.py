@@ -64,8 +64,10 @@ class ArrayInfo(NamedTuple):
         return self.strides[-1] == self.dtype.itemsize or self.shape[-1] == 1 or self.size == 0
 
     def moves_by_four(self, axis: int = -1) -> bool:
-        """True if elements are neighbours along ``axis``, and each four of them from a multiple of four on are
-        aligned to their own size, so that a kernel may move them at once. False if a stride is 2^31 elements or more.
+        """True if a kernel may move four elements along ``axis`` at once.
+
+        They are neighbours, each four from a multiple of four on are aligned to their own size, and no stride is 2^31
+        elements or more.
         """
         axis %= self.rank
         four = 4 * self.dtype.itemsize

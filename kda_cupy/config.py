@@ -123,8 +123,9 @@ CHAIN_BYTES: Final = 4 * (5 * 8 * 128 + 3 * 16 * 136 + 4 * 16 * 8 + 8)
 
 
 def verify_bytes(activation: str) -> int:
-    """Size of ``Shared`` in kernels/mtp_verify.cu: the chain, taps and biases, raw inputs, addresses, squares of outputs,
-    steep tokens.
+    """Size of ``Shared`` in kernels/mtp_verify.cu.
+
+    The chain, taps and biases, raw inputs, addresses, squares of outputs, steep tokens.
     """
     raw = 3 * (3 + 8) * 128 * by_name(activation).itemsize
     return CHAIN_BYTES + 4 * 15 * 128 + raw + 6 * 8 + 4 * 8 * 8 + 4 * 4

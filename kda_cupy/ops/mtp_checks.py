@@ -119,8 +119,9 @@ def check_window(name: str, info: ArrayInfo, *, steps: int, channels: int) -> No
 
 
 def sliding(info: ArrayInfo) -> ArrayInfo:
-    """Windows that slide over raw inputs, [rows, steps + 2, channels], a step's taps where the next step's are,
-    hold each input once: seen as what they lie over, no two elements of which are in one place.
+    """Windows that slide over raw inputs, seen as those inputs: [rows, steps + 2, channels], each in one place.
+
+    They slide if a step's second tap is the next step's first one: the strides of step and tap are the same.
     """
     rows, steps, channels, taps = info.shape
     if info.strides[1] != info.strides[3] or not steps:
