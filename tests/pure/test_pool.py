@@ -34,7 +34,7 @@ def small_pool(capacity=4, **changes):
 
 def bookkeeping(pool):
     """Which slots are free, in the order they will be handed out, and which are not."""
-    return list(pool._free), set(pool._in_use)
+    return list(pool._ledger._free), set(pool._ledger._in_use)
 
 
 # Geometry
@@ -268,7 +268,7 @@ def test_a_failure_while_zeroing_gives_the_slots_back(monkeypatch):
     def fail(slots):
         raise MemoryError
 
-    monkeypatch.setattr(pool, "_zero", fail)
+    monkeypatch.setattr(pool._contents, "zero", fail)
     with pytest.raises(MemoryError):
         pool.allocate(2)
     assert pool.free_slots == 3
@@ -439,7 +439,7 @@ def in_threads(work, count=4):
 def test_the_last_slot_goes_to_one_thread_only():
     for _ in range(50):
         pool = small_pool(3)
-        pool._free = SlowList(pool._free)
+        pool._ledger._free = SlowList(pool._ledger._free)
         results = in_threads(lambda pool=pool: pool.allocate(2).tolist())
         taken = [result for result in results if isinstance(result, list)]
         assert len(taken) == 1, results
@@ -451,7 +451,7 @@ def test_one_thread_only_can_release_a_slot():
     for _ in range(50):
         pool = small_pool(3)
         slot = pool.allocate()
-        pool._in_use = SlowSet(pool._in_use)
+        pool._ledger._in_use = SlowSet(pool._ledger._in_use)
         results = in_threads(lambda pool=pool, slot=slot: pool.release(slot))
         assert results.count(None) == 1, results
         assert sum(isinstance(result, SlotError) for result in results) == 3, results
