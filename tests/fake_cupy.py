@@ -82,7 +82,9 @@ def _module(gpus: int, capability: str, fail: Callable[[], None]) -> ModuleType:
         launch.num_regs, launch.local_size_bytes = 32, 0  # type: ignore[attr-defined]
         return launch
 
-    stream = SimpleNamespace(ptr=0, synchronize=lambda: None, is_capturing=lambda: False)
+    stream = SimpleNamespace(
+        ptr=0, synchronize=lambda: None, is_capturing=lambda: False, record=lambda event=None: event
+    )
     runtime = SimpleNamespace(
         getDevice=lambda: _current[-1], getDeviceCount=lambda: gpus, driverGetVersion=lambda: 13000
     )
@@ -96,6 +98,7 @@ def _module(gpus: int, capability: str, fail: Callable[[], None]) -> ModuleType:
     cupy.RawModule = lambda code, options: SimpleNamespace(get_function=get_function)
     cupy.cuda = SimpleNamespace(
         Device=Device,
+        Event=lambda disable_timing: SimpleNamespace(ptr=0),
         get_current_stream=lambda: stream,
         runtime=runtime,
         nvrtc=SimpleNamespace(getVersion=lambda: (13, 0)),

@@ -11,7 +11,7 @@ import json
 import os
 import secrets
 import stat
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, BinaryIO, Final, NamedTuple
@@ -57,8 +57,12 @@ class SavedSlots(NamedTuple):
     """In host memory, ``[layers, slots, ...]``."""
 
 
-def load(path: str | os.PathLike[str], geometry: Geometry, rows: int | None) -> SavedSlots:
+def load(
+    path: str | os.PathLike[str], geometry: Geometry, rows: int | None, accept: Callable[[list[int]], None]
+) -> SavedSlots:
     """Read a file that fits a pool, and holds so many slots if a number is given.
+
+    ``accept`` is asked about the numbers of the slots before the data are read, and raises if they will not do.
 
     Raises OperandError (KDA-POOL-FILE) for a file that does not, before memory is taken for its data.
     """
@@ -72,6 +76,7 @@ def load(path: str | os.PathLike[str], geometry: Geometry, rows: int | None) -> 
                 raise MalformedError(f"{len(slots)} saved slots for {rows} slots of the pool")
             parts = _parts(geometry, len(slots))
             _check_tensors(header.tensors, parts)
+            accept(slots)
             arrays = {part.name: read_exactly(file, header.tensors[part.name]) for part in parts}
             return SavedSlots(slots, arrays)
     except MalformedError as reason:

@@ -10,6 +10,7 @@ from typing import Any, Final, NamedTuple
 
 import numpy as np
 
+from kda_cupy import streams
 from kda_cupy.checks import MAX_K, check_flag, shape_text
 from kda_cupy.dtypes import FLOAT32, by_name
 from kda_cupy.errors import error
@@ -201,7 +202,8 @@ def check_device(device: int | str | None) -> None:
 def _gpu_zeros(shape: tuple[int, ...], dtype: np.dtype[Any], device: int | str | None) -> Any:
     import cupy
 
-    with cupy.cuda.Device(device):
+    number = cupy.cuda.runtime.getDevice() if device is None else int(device)
+    with streams.copying_slots(number):  # zeros are written on a stream, as everything is
         return cupy.zeros(shape, dtype)
 
 

@@ -70,16 +70,23 @@ class SlotLedger:
         return slots
 
     def take_these(self, slots: Sequence[int]) -> None:
-        """Take these very slots. Raises SlotError if one is not free."""
+        """Take these very slots, all different. Raises SlotError if one is not free."""
         with self._lock:
-            wanted: set[int] = set()
-            for row, slot in enumerate(slots):
-                self._check_range(row, slot)
-                if slot in self._in_use or slot in wanted:
-                    raise error("KDA-POOL-NOT-FREE", operand="slots", got=f"slot {slot} in use")
-                wanted.add(slot)
+            self._check_free(slots)
+            wanted = set(slots)
             self._free = [slot for slot in self._free if slot not in wanted]
             self._in_use |= wanted
+
+    def check_free(self, slots: Sequence[int]) -> None:
+        """Raise what :meth:`take_these` would; ``slots`` differ from each other."""
+        with self._lock:
+            self._check_free(slots)
+
+    def _check_free(self, slots: Sequence[int]) -> None:
+        for row, slot in enumerate(slots):
+            self._check_range(row, slot)
+            if slot in self._in_use:
+                raise error("KDA-POOL-NOT-FREE", operand="slots", got=f"slot {slot} in use")
 
     def give_back(self, slots: Sequence[int]) -> None:
         """Make slots free. Raises SlotError if one is free already, reserved or out of range."""

@@ -282,7 +282,7 @@ class StatePool:
         State and conv history are copied, in every layer; what a verify has left for its commit is not, so commit
         first. All or nothing: raises SlotError if ``slot`` is not in use, PoolExhausted if too few are free.
         """
-        source = operator.index(slot)
+        (source,) = slot_numbers(operator.index(slot))
         self._ledger.check_in_use([source])
         targets = self._ledger.take(_count(n))
         with self._giving_back(targets):
@@ -345,18 +345,17 @@ class StatePool:
         sizes, layers, dtypes or layout; SlotError for a number that is not free or a slot that is not in use. Reads the
         data to host memory first.
         """
-        names = None if slots is None else slot_numbers(slots)
-        if names is not None:
+        if slots is not None:
+            names = slot_numbers(slots)
             self._ledger.check_in_use(names, written=True)
-        saved = files.load(path, self._geometry, None if names is None else len(names))
-        if names is None:
-            names = saved.slots
-            self._ledger.take_these(names)
-            with self._giving_back(names):
-                files.put(saved, self._contents, names)
-        else:
+            saved = files.load(path, self._geometry, len(names), accept=lambda saved: None)
             files.put(saved, self._contents, names)
-        return np.array(names, np.int32)
+            return np.array(names, np.int32)
+        saved = files.load(path, self._geometry, None, accept=self._ledger.check_free)
+        self._ledger.take_these(saved.slots)
+        with self._giving_back(saved.slots):
+            files.put(saved, self._contents, saved.slots)
+        return np.array(saved.slots, np.int32)
 
     # Other projects' layouts
 

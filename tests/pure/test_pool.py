@@ -8,9 +8,6 @@ import time
 import ml_dtypes
 import numpy as np
 import pytest
-from hypothesis import settings
-from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 from problems import POISON, make_problem, make_state, same_bits, to_library
 
 from kda_cupy import (
@@ -456,82 +453,6 @@ def test_one_thread_only_can_release_a_slot():
         assert results.count(None) == 1, results
         assert sum(isinstance(result, SlotError) for result in results) == 3, results
         assert pool.free_slots == 3
-
-
-# Any sequence of calls, against a model
-
-
-class PoolModel(RuleBasedStateMachine):
-    """The pool next to a set of ints."""
-
-    @initialize(capacity=st.integers(1, 7), layers=st.integers(1, 2))
-    def make(self, capacity, layers):
-        self.pool = small_pool(capacity, layers=layers)
-        self.capacity = capacity
-        self.held = set()
-
-    def took(self, slots):
-        slots = set(slots)
-        assert not slots & self.held
-        assert slots <= set(range(1, self.capacity + 1))
-        assert not self.pool.state[:, sorted(slots)].any()
-        self.held |= slots
-        for slot in slots:
-            self.pool.state[:, slot] = np.nan if slot % 2 else slot
-
-    @precondition(lambda self: len(self.held) < self.capacity)
-    @rule()
-    def allocate_one(self):
-        self.took([self.pool.allocate()])
-
-    @rule(n=st.integers(0, 9))
-    def allocate_many(self, n):
-        if n <= self.capacity - len(self.held):
-            slots = self.pool.allocate(n)
-            assert len(slots) == n == len(set(slots.tolist()))
-            self.took(slots.tolist())
-        else:
-            with pytest.raises(PoolExhausted):
-                self.pool.allocate(n)
-
-    @precondition(lambda self: self.held)
-    @rule(data=st.data())
-    def release_some(self, data):
-        slots = data.draw(st.lists(st.sampled_from(sorted(self.held)), unique=True))
-        self.pool.release(slots)
-        self.held -= set(slots)
-
-    @rule(data=st.data(), bad=st.integers(-2, 9))
-    def release_wrongly(self, data, bad):
-        if bad not in self.held:
-            good = data.draw(st.lists(st.sampled_from(sorted(self.held)), unique=True)) if self.held else []
-            slots = data.draw(st.permutations([*good, bad]))
-            with pytest.raises(SlotError):
-                self.pool.release(slots)
-
-    @precondition(lambda self: len(self.held) < self.capacity)
-    @rule()
-    def fail_in_a_block(self):
-        with pytest.raises(KeyError), self.pool.slot() as slot:
-            assert slot not in self.held
-            raise KeyError
-
-    @invariant()
-    def the_numbers_agree(self):
-        assert self.pool.free_slots == self.capacity - len(self.held)
-        assert len(self.pool) == self.capacity
-        assert f" {len(self.held)} of {self.capacity} slots in use" in repr(self.pool)
-
-    @invariant()
-    def tenants_are_left_alone(self):
-        assert not self.pool.state[:, 0].any()
-        for slot in self.held:
-            wanted = np.nan if slot % 2 else slot
-            np.testing.assert_array_equal(self.pool.state[:, slot], wanted)
-
-
-TestPoolModel = PoolModel.TestCase
-TestPoolModel.settings = settings(max_examples=60, stateful_step_count=30, deadline=None)
 
 
 # Somebody else's memory
