@@ -20,19 +20,16 @@ RESERVED: Final = 0
 
 
 def slot_numbers(slots: int | Iterable[int]) -> list[int]:
-    """Plain ints from one slot, or from any list, array or tensor of them. TypeError for anything else.
-
-    Bools are no slots: a mask would otherwise name slots 0 and 1.
-    """
+    """Plain ints from one slot, or from any list, array or tensor of them. TypeError for anything else."""
     names: Any = slots.tolist() if hasattr(slots, "tolist") else slots
-    if hasattr(names, "__index__"):
-        names = [names]
-    numbers = []
-    for name in names:
-        if isinstance(name, (bool, np.bool_)):
-            raise TypeError("a slot is an integer, not a bool")
-        numbers.append(operator.index(name))
-    return numbers
+    return [slot_number(names)] if hasattr(names, "__index__") else [slot_number(name) for name in names]
+
+
+def slot_number(slot: Any) -> int:
+    """One slot as a plain int. A bool is none: a mask would otherwise name slots 0 and 1."""
+    if isinstance(slot, (bool, np.bool_)):
+        raise TypeError("a slot is an integer, not a bool")
+    return operator.index(slot)
 
 
 class SlotLedger:

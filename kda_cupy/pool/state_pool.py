@@ -20,7 +20,7 @@ from kda_cupy.guard import check_errors
 from kda_cupy.pool import files, layouts
 from kda_cupy.pool.contents import SlotContents
 from kda_cupy.pool.geometry import TAPS, Geometry, check_device, check_geometry
-from kda_cupy.pool.ledger import SlotLedger, slot_numbers
+from kda_cupy.pool.ledger import SlotLedger, slot_number, slot_numbers
 from kda_cupy.pool.snapshot import Snapshot
 from kda_cupy.pool.wrapping import check_conv, check_states
 
@@ -282,7 +282,7 @@ class StatePool:
         State and conv history are copied, in every layer; what a verify has left for its commit is not, so commit
         first. All or nothing: raises SlotError if ``slot`` is not in use, PoolExhausted if too few are free.
         """
-        (source,) = slot_numbers(operator.index(slot))
+        source = slot_number(slot)
         self._ledger.check_in_use([source])
         targets = self._ledger.take(_count(n))
         with self._giving_back(targets):

@@ -117,6 +117,130 @@ def test_repr_tells_the_truth():
     assert repr(wrapped).endswith(" on cpu, wrapped>")
 
 
+@pytest.mark.parametrize(
+    ("dtype", "size"), [("bfloat16", 2), ("float16", 2), (np.float32, 4), (ml_dtypes.bfloat16, 2)]
+)
+def test_a_conv_history_is_there_when_it_is_asked_for(dtype, size):
+    pool = small_pool(3, layers=2, num_key_heads=1, activation_dtype=dtype)
+    channels = 2 * 1 * 8 + 2 * 3
+    assert pool.conv.shape == (2, 4, channels, 3)
+    assert pool.conv.itemsize == size
+    assert not pool.conv.any()
+    assert pool.bytes_per_slot == 2 * (2 * 3 * 8 * 4 + channels * 3 * size)
+    assert pool.nbytes == 4 * pool.bytes_per_slot == pool.state.nbytes + pool.conv.nbytes
+    name = np.dtype(dtype).name if not isinstance(dtype, str) else dtype
+    assert f"float32 + conv [{channels}, 3] {name}, " in repr(pool)
+    assert small_pool().conv is None
+
+
+@pytest.mark.parametrize("snapshots", [False, True])
+def test_verify_scratch_is_there_when_it_is_asked_for(snapshots):
+    pool = small_pool(
+        3,
+        layers=2,
+        num_key_heads=1,
+        activation_dtype="float16",
+        verify_rows=5,
+        verify_tokens=4,
+        snapshots=snapshots,
+    )
+    shapes = {name: array.shape for name, array in pool.operands().items()}
+    assert (
+        shapes.items()
+        >= {
+            "recurrent_state": (2, 4, 2, 3, 8),
+            "cs_q": (2, 4, 8, 3),
+            "cs_v": (2, 4, 6, 3),
+            "intermediate_conv_k": (2, 5, 4, 8, 3),
+            "intermediate_conv_v": (2, 5, 4, 6, 3),
+        }.items()
+    )
+    rings = {
+        "replayssm_rawv": (2, 4, 2, 4, 3),
+        "replayssm_rawk": (2, 4, 1, 4, 8),
+        "replayssm_g": (2, 4, 2, 4, 8),
+        "replayssm_beta": (2, 4, 2, 4),
+    }
+    states = {"intermediate_ssm": (2, 5, 4, 2, 3, 8)}
+    assert shapes.items() >= (states if snapshots else rings).items()
+    assert not shapes.keys() & (rings if snapshots else states).keys()
+    assert pool.nbytes == pool.state.nbytes + pool.conv.nbytes + sum(
+        array.nbytes for name, array in pool.operands().items() if name.startswith(("inter", "replay"))
+    )
+    ring_bytes = 2 * (2 * 4 * 3 * 2 + 1 * 4 * 8 * 2 + 2 * 4 * 8 * 4 + 2 * 4 * 4)
+    slot = 2 * (2 * 3 * 8 * 4 + 22 * 3 * 2)
+    assert pool.bytes_per_slot == slot + (0 if snapshots else ring_bytes)
+    assert f" + {'snapshots' if snapshots else 'rings'} of 4 tokens, " in repr(pool)
+    assert {name: array.shape for name, array in pool.operands(1).items()} == {
+        name: shape[1:] for name, shape in shapes.items()
+    }
+    assert pool.operands(1)["recurrent_state"].ctypes.data == pool[1].ctypes.data
+
+
+def test_a_pool_of_states_alone_has_one_operand():
+    assert small_pool().operands().keys() == {"recurrent_state"}
+
+
+@pytest.mark.parametrize(
+    "sizes",
+    [
+        {"num_key_heads": 3},
+        {"num_key_heads": 0},
+        {"num_key_heads": 1.0},
+        {"activation_dtype": "float64"},
+        {"activation_dtype": np.int8},
+        {"activation_dtype": 3},
+        {"verify_rows": 1},
+        {"verify_tokens": 1},
+        {"verify_rows": 1, "verify_tokens": 1},
+        {"activation_dtype": "float16", "verify_rows": 1},
+        {"activation_dtype": "float16", "verify_rows": -1, "verify_tokens": 1},
+        {"capacity": True},
+    ],
+    ids=str,
+)
+def test_parts_that_make_no_pool_are_refused(sizes):
+    with pytest.raises(OperandError) as caught:
+        small_pool(**sizes)
+    assert caught.value.code == "KDA-POOL-GEOMETRY"
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"layers": 3},
+        {"layers": 2, "activation_dtype": "bfloat16", "num_key_heads": 1},
+        {"activation_dtype": "float32", "verify_rows": 3, "verify_tokens": 2},
+        {"activation_dtype": "float32", "verify_rows": 3, "verify_tokens": 2, "snapshots": True},
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("budget", [20_000, 123_457, 10**6])
+def test_a_pool_for_a_budget_is_the_largest_that_fits(budget, options):
+    pool = StatePool.for_budget(budget, 2, 8, 3, device="cpu", **options)
+    assert (
+        pool.nbytes <= budget < pool.nbytes + pool.bytes_per_slot + 4096
+    )  # less than one slot, and rounding
+    assert pool.state.shape == (options.get("layers", 1), len(pool) + 1, 2, 3, 8)
+    assert pool.free_slots == len(pool) >= 1
+
+
+def test_a_budget_takes_the_defaults_of_the_constructor():
+    pool = StatePool.for_budget(2**22, 1, device="cpu")
+    assert pool.state.shape[2:] == (1, 128, 128)
+    assert len(pool) == 2**22 // 65_536 - 2  # slot 0, and the rounding of allocations
+
+
+@pytest.mark.parametrize("budget", [0, -1, 383, 384])
+def test_a_budget_that_is_too_small_is_refused_with_the_numbers(budget):
+    with pytest.raises(OperandError, match=f"{budget:,} bytes where a slot takes 192") as caught:
+        StatePool.for_budget(budget, 2, 8, 3, device="cpu")
+    assert caught.value.code == "KDA-POOL-GEOMETRY"
+    with pytest.raises(TypeError):
+        StatePool.for_budget(1e9, 2, device="cpu")
+
+
 # Allocate and release
 
 
@@ -238,6 +362,26 @@ def test_a_wrong_release_changes_nothing(slots, code, named, kind):
     assert bookkeeping(pool) == before
     pool.release([1, 2, 3])
     assert pool.free_slots == 6
+
+
+@pytest.mark.parametrize("slots", [True, [True], np.array([True, False]), np.bool_(True)], ids=repr)
+def test_a_mask_names_no_slots(slots):
+    pool = small_pool(3)
+    pool.allocate(3)
+    for call in (pool.release, pool.snapshot, pool.fork):
+        with pytest.raises(TypeError):
+            call(slots)
+    assert pool.free_slots == 0
+
+
+def test_slots_in_use_are_told_as_a_copy():
+    pool = small_pool(5)
+    pool.allocate(4)
+    pool.release([2])
+    told = pool.slots_in_use
+    assert (told.dtype, told.tolist()) == (np.int32, [1, 3, 4])
+    told[:] = 0
+    assert pool.slots_in_use.tolist() == [1, 3, 4]
 
 
 @pytest.mark.parametrize("slots", [1.0, [1, 2.0], "12", None, [None], [[1], [2]], np.array([1.0])], ids=repr)
@@ -618,6 +762,56 @@ def test_wrap_refuses_a_second_layer_off_the_boundary():
 
 def test_wrap_refuses_what_torch_expands(torch):
     assert refused_by_wrap(torch.zeros(5, 2, 3, 8).expand(2, 5, 2, 3, 8)) == "KDA-STATE-STRIDES"
+
+
+def history(layers, slots, channels, dtype=ml_dtypes.bfloat16, fill=7.0):
+    return np.full((layers, slots, channels, 3), fill, dtype)
+
+
+@pytest.mark.parametrize("heads", [None, 1, 2])
+def test_wrap_takes_a_conv_history_along(heads):
+    theirs = aligned((2, 5, 2, 3, 8), fill=7)
+    channels = 2 * (heads or 2) * 8 + 2 * 3
+    conv = history(2, 5, channels).swapaxes(-1, -2).copy().swapaxes(-1, -2)  # channels fastest
+    pool = StatePool.wrap(theirs, conv, num_key_heads=heads)
+    assert np.shares_memory(pool.conv, conv)
+    slot = pool.allocate()
+    assert not conv[:, slot].any()
+    assert (conv[:, slot + 1 :] == 7).all()
+    pool.operands(1)["cs_v"][slot, -1, 2] = 5
+    assert conv[1, slot, -1, 2] == 5
+    assert f"conv [{channels}, 3] bfloat16" in repr(pool)
+    assert pool.bytes_per_slot == 2 * (2 * 3 * 8 * 4 + channels * 3 * 2)
+
+
+def test_wrap_takes_one_layer_of_both():
+    conv = history(1, 5, 38)[0]
+    pool = StatePool.wrap(aligned((5, 2, 3, 8)), conv)
+    assert pool.conv.shape == (1, 5, 38, 3)
+
+
+@pytest.mark.parametrize(
+    ("conv", "code"),
+    [
+        (lambda state: history(2, 5, 38), "KDA-VERIFY-CONV-HISTORY"),
+        (lambda state: history(1, 4, 38), "KDA-VERIFY-CONV-HISTORY"),
+        (lambda state: history(1, 5, 37), "KDA-VERIFY-CONV-HISTORY"),
+        (lambda state: history(1, 5, 38)[..., :2], "KDA-VERIFY-CONV-HISTORY"),
+        (lambda state: history(1, 5, 38)[0, 0], "KDA-VERIFY-CONV-HISTORY"),
+        (lambda state: history(1, 5, 38, np.float64), "KDA-ARRAY-DTYPE"),
+        (lambda state: history(1, 5, 38)[:, ::-1], "KDA-ARRAY-NEGATIVE-STRIDE"),
+        (lambda state: np.lib.stride_tricks.as_strided(history(1, 5, 38), strides=(0, 0, 6, 2)), "KDA-ARRAY-FOLDED"),
+        (lambda state: np.broadcast_to(history(1, 1, 38), (1, 5, 38, 3)), "KDA-ARRAY-READ-ONLY"),
+        (lambda state: state.base[: 4 * 5 * 38 * 3].view(np.float32).reshape(5, 38, 3), "KDA-ARRAY-OVERLAP"),
+        (lambda state: [[1.0]], "KDA-ARRAY-KIND"),
+    ],
+)  # fmt: skip
+def test_wrap_refuses_a_conv_history_that_does_not_fit(conv, code):
+    state = aligned((20, 2, 3, 8), fill=7)[:5]
+    with pytest.raises((OperandError, BridgeError)) as caught:
+        StatePool.wrap(state, conv(state))
+    assert caught.value.code == code
+    assert (state == 7).all()
 
 
 # check_state and is_valid_state
