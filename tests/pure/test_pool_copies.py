@@ -364,6 +364,37 @@ def test_a_state_on_a_gpu_is_not_read_by_a_pool_in_host_memory():
     assert "`array` must be in host memory" in str(caught.value)
 
 
+class Counting(np.ndarray):
+    """Counts what would be a launch each on a GPU."""
+
+    launches = 0
+
+    def __setitem__(self, key, value):
+        Counting.launches += 1
+        super().__setitem__(key, value)
+
+    def fill(self, value):
+        Counting.launches += 1
+        super().fill(value)
+
+
+@pytest.mark.parametrize("layers", [1, 69])
+def test_a_run_of_slots_is_one_strided_copy_an_array_whatever_the_layers(layers):
+    pool = make_pool(9, used=0, layers=layers)
+    contents = pool._contents
+    contents._bits = {name: bits.view(Counting) for name, bits in contents._bits.items()}
+
+    def launches(call):
+        Counting.launches = 0
+        result = call()
+        return Counting.launches, result
+
+    assert launches(lambda: pool.allocate(4))[0] == 2  # state and conv
+    assert launches(lambda: pool.fork(1, 2))[0] == 2
+    assert launches(lambda: pool.restore(pool.snapshot([2, 3, 4])))[0] == 2  # the snapshot writes elsewhere
+    assert launches(lambda: pool.restore(pool.snapshot([2, 4, 5])))[0] == 4
+
+
 # A slot as the operations see it
 
 
