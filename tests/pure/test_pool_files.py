@@ -25,11 +25,11 @@ ROOT = Path(__file__).parents[2]
 HV, V, K, H = 2, 3, 8, 1
 
 
-def make_pool(capacity=5, *, seed=0, **changes):
-    """A pool whose every bit is random, NaN included; slots 1 to 3 are in use."""
+def make_pool(capacity=5, *, used=3, seed=0, **changes):
+    """A pool whose every bit is random, NaN included; the first slots are in use."""
     options = {"layers": 2, "num_key_heads": H, "activation_dtype": "bfloat16", "device": "cpu"} | changes
     pool = StatePool(capacity, HV, options.pop("K", K), options.pop("V", V), **options)
-    pool.allocate(min(3, capacity))
+    pool.allocate(min(used, capacity))
     rng = np.random.default_rng(seed)
     for array in (pool.state, pool.conv):
         if array is not None:
@@ -104,8 +104,7 @@ def test_an_int_is_one_slot(path):
 
 def test_pieces_are_written_in_the_right_place(path, monkeypatch):
     """A file is written and read in pieces; here of two slots, of one, and of less than one."""
-    pool = make_pool(9, layers=3)
-    pool.allocate(6)
+    pool = make_pool(9, used=9, layers=3)
     slots = [4, 5, 6, 7, 8, 2, 1, 9]
     whole = []
     for size in (10**9, 2 * HV * V * K * 4 + 1, HV * V * K * 4, 1):
