@@ -86,4 +86,17 @@ def _others(device: int, ours: Any) -> list[Any]:
     others = [stream for handle, stream in _seen.get(device, {}).items() if handle != ours.ptr]
     if any(stream.ptr == _PER_THREAD_DEFAULT for stream in (*others, ours)):
         cupy.cuda.runtime.deviceSynchronize()
-    return [each for each in others if each.ptr != _PER_THREAD_DEFAULT and not each.is_capturing()]
+    return [each for each in others if each.ptr != _PER_THREAD_DEFAULT and _can_be_waited_for(device, each)]
+
+
+def _can_be_waited_for(device: int, stream: Any) -> bool:
+    import cupy
+
+    try:
+        return not stream.is_capturing()
+    except (
+        cupy.cuda.runtime.CUDARuntimeError
+    ):  # somebody else's, destroyed by now; what it queued may still run
+        del _seen[device][stream.ptr]
+        cupy.cuda.runtime.deviceSynchronize()
+        return False

@@ -167,6 +167,26 @@ def test_a_stream_that_differs_by_thread_makes_the_host_wait(gpu):
     assert per_thread.waits == 0
 
 
+def test_a_stream_that_its_owner_has_destroyed_is_forgotten(gpu):
+    class CUDARuntimeError(RuntimeError):
+        pass
+
+    def gone():
+        raise CUDARuntimeError("cudaErrorInvalidResourceHandle")
+
+    waited = []
+    gpu.cupy.cuda.runtime.CUDARuntimeError = CUDARuntimeError
+    gpu.cupy.cuda.runtime.deviceSynchronize = lambda: waited.append(1)
+    foreign, one, two = Stream(10), Stream(20), Stream(30)
+    launch(gpu, foreign, "decode")
+    launch(gpu, two, "decode too")
+    foreign.is_capturing = gone
+    for _ in range(2):
+        assert "decode too" in copy(gpu, one, "snapshot")
+    assert len(waited) == 1
+    assert foreign.ptr not in streams._seen[0]
+
+
 def test_devices_are_apart(gpu):
     one, two = Stream(10), Stream(20)
     launch(gpu, one, "decode on 0", device=0)
