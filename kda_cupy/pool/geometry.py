@@ -71,7 +71,8 @@ class Geometry:
     def contents(self) -> tuple[Part, ...]:
         """What a slot consists of, as ``[layers, P, ...]``: this list is the only one.
 
-        All of it is zeroed, forked, copied, saved and loaded together.
+        All of it is zeroed, forked, copied, saved and loaded together, and counted in ``bytes_per_slot``. What all
+        layers of a slot share has a first axis of 1. A file loads only where the list is the same.
         """
         ahead = (self.layers, self.capacity + 1)
         axes = "layers, slots, HV, V, K: rows are values, columns are keys"
