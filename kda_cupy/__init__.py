@@ -20,7 +20,8 @@ from kda_cupy.launch import BoundCall, bind
 from kda_cupy.ops.commit import kda_commit
 from kda_cupy.ops.mtp_verify import kda_decode_mtp
 from kda_cupy.ops.packed_decode import gdn_packed_decode, kda_packed_decode
-from kda_cupy.pool import StatePool
+from kda_cupy.pool.snapshot import Snapshot
+from kda_cupy.pool.state_pool import StatePool
 
 __version__ = "0.1.0"
 
@@ -34,6 +35,7 @@ __all__ = [
     "OperandError",
     "PoolExhausted",
     "SlotError",
+    "Snapshot",
     "StatePool",
     "bind",
     "check_errors",

@@ -97,7 +97,7 @@ _STATE: Final = (
         solutions=(
             "Make the pool with kda_cupy.StatePool(capacity, HV, K, V): its layout is right by construction.",
             "Pad K with zeros to the next multiple of 4, in q, k, the gates and the state alike.",
-            "Bring states stored as [.., K, V] into this layout once: np.ascontiguousarray(state.swapaxes(-1, -2)).",
+            'Bring states stored as [n, HV, K, V] into a pool with pool.import_state(states, layout="KV").',
         ),
         before="kda_cupy.check_state(initial_state, num_heads=H)",
         after="kda_cupy.check_state(initial_state, num_heads=HV)",
@@ -1270,16 +1270,11 @@ _VALUES: Final = (
             "Padded rows repeat the slot of a live row instead of -1.",
         ),
         solutions=(
-            "Copy the state to a slot of its own before two sequences continue from it.",
+            "Fork the slot before two sequences continue from it: pool.fork(slot).",
             "Mark padded rows with -1.",
         ),
         before=f"ssm_state_indices = np.array([1, 2, 2])\n{_CALL_VALIDATED}",
-        after=(
-            "beam = pool.allocate()\n"
-            "initial_state[beam] = initial_state[2]\n"
-            "ssm_state_indices = np.array([1, 2, beam])\n"
-            f"{_CALL_VALIDATED}"
-        ),
+        after=(f"beam = pool.fork(2)\nssm_state_indices = np.array([1, 2, beam])\n{_CALL_VALIDATED}"),
         related=("KDA-VALUE-SLOT-RANGE", "KDA-POOL-DOUBLE-RELEASE"),
     ),
     Page(
@@ -1829,15 +1824,152 @@ _POOL: Final = (
             "A capacity was computed from a memory budget and came out as 0, negative or fractional.",
             "A buffer with a single slot was wrapped: its only slot is the reserved one.",
             'The device was named as torch does, "cuda:0", or its number is not on this machine.',
-            "A negative number of slots was asked for.",
+            "A negative number of slots was asked for, or a layer that is not there.",
+            "Verify scratch was asked for without an `activation_dtype`, or `num_key_heads` do not divide the others.",
         ),
         solutions=(
-            "Size the pool with whole numbers: budget // bytes_per_slot - 1.",
+            "Size the pool by its memory: StatePool.for_budget(budget_bytes, HV, K, V).",
             'Pass device=0 for the first GPU, device="cpu" for NumPy.',
         ),
         before='kda_cupy.StatePool(100 / 8, HV, K, V, device="cpu")',
         after='kda_cupy.StatePool(100 // 8, HV, K, V, device="cpu")',
         related=("KDA-STATE-LAYOUT", "KDA-POOL-EXHAUSTED"),
+    ),
+    Page(
+        code="KDA-POOL-NOT-IN-USE",
+        exception=SlotError,
+        words="`{place}` must be a slot that is in use",
+        cure="Pass slots that allocate(), fork(), load() or import_state() returned and release() has not seen",
+        meaning=(
+            "What is in a free slot belongs to nobody and is zeroed when the slot is handed out again; slot 0 is never "
+            "handed out. To copy from such a slot, or into it, is a mistake in the caller's bookkeeping. Nothing was "
+            "copied, the other slots of the call included."
+        ),
+        when=(
+            "A request was released, and its prefix is forked or saved afterwards.",
+            "The index vector of a padded batch was passed whole, its padding being 0.",
+            "Slots of another pool were passed.",
+        ),
+        solutions=(
+            "Copy first, release then.",
+            "Leave padding out: slots[slots > 0].",
+        ),
+        before="slot = pool.allocate()\npool.release(slot)\nbeam = pool.fork(slot)",
+        after="slot = pool.allocate()\nbeam = pool.fork(slot)\npool.release(slot)",
+        related=("KDA-POOL-NOT-FREE", "KDA-POOL-DOUBLE-RELEASE", "KDA-VALUE-SLOT-RANGE"),
+    ),
+    Page(
+        code="KDA-POOL-NOT-FREE",
+        exception=SlotError,
+        words="A saved slot comes back under its own number only while that number is free",
+        cure="Pass `slots` to load into slots that you hold, or load into a new pool",
+        meaning=(
+            "load(path) gives every slot the number that it was saved under, so that an engine's tables stay true. A "
+            "number that is in use belongs to another sequence, which is not overwritten unless its slot is named. "
+            "Nothing was loaded."
+        ),
+        when=(
+            "States were loaded into the pool that they were saved from, where their slots are still in use.",
+            "New sequences were admitted before the saved ones were loaded.",
+        ),
+        solutions=(
+            "Load before anything is allocated.",
+            "Go back in place: pool.load(path, slots), in the order in which they were saved.",
+            "Load anywhere: pool.load(path, pool.allocate(n)).",
+        ),
+        before=(
+            "import tempfile\n"
+            "with tempfile.TemporaryDirectory() as folder:\n"
+            '    pool.save(folder + "/states.safetensors", ssm_state_indices)\n'
+            '    pool.load(folder + "/states.safetensors")'
+        ),
+        after=(
+            "import tempfile\n"
+            "with tempfile.TemporaryDirectory() as folder:\n"
+            '    pool.save(folder + "/states.safetensors", ssm_state_indices)\n'
+            '    pool.load(folder + "/states.safetensors", ssm_state_indices)'
+        ),
+        related=("KDA-POOL-FILE", "KDA-POOL-NOT-IN-USE"),
+    ),
+    Page(
+        code="KDA-POOL-SNAPSHOT",
+        exception=OperandError,
+        words="A snapshot must fit where it is restored: {wanted_layout}",
+        cure="Restore it to as many slots of a pool with the same layers, sizes, dtypes and device",
+        meaning=(
+            "restore writes bits, so every array of the snapshot must be laid out as the pool's, and each slot of it "
+            "needs one slot to go to. Nothing was written."
+        ),
+        when=(
+            "A snapshot of several slots was restored to one.",
+            "The pool was made anew with other sizes, or with a conv history that the snapshot lacks.",
+            "A snapshot on one GPU was restored to a pool on another one, or in host memory.",
+        ),
+        solutions=(
+            "Pass one slot for each of snapshot.slots.",
+            "Between devices and processes use save() and load().",
+        ),
+        before="kept = pool.snapshot(ssm_state_indices)\npool.restore(kept, pool.allocate(2))",
+        after="kept = pool.snapshot(ssm_state_indices)\npool.restore(kept, pool.allocate(3))",
+        related=("KDA-POOL-NOT-IN-USE", "KDA-POOL-FILE", "KDA-VALUE-SLOT-DUPLICATE"),
+    ),
+    Page(
+        code="KDA-POOL-FILE",
+        exception=OperandError,
+        words="`{path}` is no file that this pool can load",
+        cure="Load a file that pool.save() wrote for a pool with the same layers, sizes, dtypes and number of slots",
+        meaning=(
+            "A file of states is a safetensors file whose metadata say which pool it fits. Its header is checked "
+            "against the pool and against the size of the file before any of it is read, and the pool is written only "
+            "when all of the data have been read. Nothing was changed."
+        ),
+        when=(
+            "The file was cut: the disk was full, or a copy of it was interrupted.",
+            "It is a file of model weights, or of another project.",
+            "The model has other head dimensions or another number of layers than the one it was saved for.",
+            "It holds another number of slots than the ones that are to be replaced.",
+            "A newer version of this package wrote it.",
+        ),
+        solutions=(
+            "Make the pool with the arguments of the one that was saved; the message says what differs.",
+            "To move states to another layout, read the file with safetensors.numpy and use import_state().",
+        ),
+        before=(
+            "import tempfile\n"
+            "with tempfile.TemporaryDirectory() as folder:\n"
+            '    pool.save(folder + "/states.safetensors")\n'
+            '    other = kda_cupy.StatePool(8, HV, K, 2 * V, device="cpu")\n'
+            '    other.load(folder + "/states.safetensors")'
+        ),
+        after=(
+            "import tempfile\n"
+            "with tempfile.TemporaryDirectory() as folder:\n"
+            '    pool.save(folder + "/states.safetensors")\n'
+            '    other = kda_cupy.StatePool(8, HV, K, V, device="cpu")\n'
+            '    other.load(folder + "/states.safetensors")'
+        ),
+        related=("KDA-POOL-NOT-FREE", "KDA-POOL-GEOMETRY", "KDA-POOL-SNAPSHOT"),
+    ),
+    Page(
+        code="KDA-POOL-LAYOUT",
+        exception=OperandError,
+        words='`layout` must be "KV" for [n, HV, K, V] or "VK" for [n, HV, V, K]',
+        cure='Say which axis comes first: flash-linear-attention returns "KV"',
+        meaning=(
+            "Projects store the state either way round, and with K = V no shape tells which. A wrong guess would give "
+            "plausible nonsense, so the layout is said by the caller."
+        ),
+        when=(
+            "The argument was left to a default that another project has.",
+            "The names of all axes were passed, or lower case.",
+        ),
+        solutions=(
+            'Pass layout="KV" for states of flash-linear-attention, layout="VK" for states of this package.',
+            "If in doubt, put a single non-zero element at a known value and key, and look where it arrives.",
+        ),
+        before='states = np.zeros((B, HV, K, V), np.float32)\npool.import_state(states, layout="K, V")',
+        after='states = np.zeros((B, HV, K, V), np.float32)\npool.import_state(states, layout="KV")',
+        related=("KDA-STATE-LAYOUT", "KDA-STATE-CONTIGUOUS"),
     ),
 )
 

@@ -95,6 +95,13 @@ def check_one_place(infos: Mapping[str, ArrayInfo], code: str) -> None:
         raise error(code, operand=name, got=f"`{first}` on {reference.place} and `{name}` on {info.place}")
 
 
+def check_place(name: str, info: ArrayInfo, device: int) -> None:
+    """On the GPU of that number, or in host memory (-1)."""
+    if info.device != device:
+        came, wanted = ("in host memory" if n == HOST else f"on cuda:{n}" for n in (info.device, device))
+        raise error("KDA-STATE-DEVICE", operand=name, got=f"an array {came}", place=wanted)
+
+
 def check_state_layout(name: str, info: ArrayInfo) -> None:
     """K a size that the kernels know, inner strides dense, slots apart and 16-byte aligned. Rank 4 is known."""
     slots, HV, V, K = info.shape
@@ -124,9 +131,8 @@ def check_state(array: Any, num_heads: int, *, device: int | None = None) -> Non
     DeviceError if it is elsewhere, BridgeError for what is no array.
     """
     info, _ = describe(bridge.adopt("state", array, written=True))
-    if device is not None and info.device != device:
-        came, wanted = ("in host memory" if n == HOST else f"on cuda:{n}" for n in (info.device, device))
-        raise error("KDA-STATE-DEVICE", operand="state", got=f"an array {came}", place=wanted)
+    if device is not None:
+        check_place("state", info, device)
     check_dtype("state", info, (FLOAT32,), "KDA-STATE-DTYPE")
     if info.rank != 4:
         got = f"shape {shape_text(info.shape)}"

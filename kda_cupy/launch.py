@@ -14,6 +14,7 @@ from typing import Any, Final, Protocol
 
 import numpy as np
 
+from kda_cupy import streams
 from kda_cupy.errors import error
 from kda_cupy.modules import Kernel
 
@@ -57,12 +58,13 @@ class Launch:
         import cupy
 
         if cupy.cuda.runtime.getDevice() == self.device:
-            self._launch()
+            self._launch(cupy.cuda.get_current_stream())
         else:
             with cupy.cuda.Device(self.device):
-                self._launch()
+                self._launch(cupy.cuda.get_current_stream())
 
-    def _launch(self) -> None:
+    def _launch(self, stream: Any) -> None:
+        streams.before_launch(self.device, stream)
         for grid, parameters in self.launches:
             self.kernel.function(grid, self.block, (parameters,), shared_mem=self.kernel.shared_bytes)
 

@@ -42,6 +42,8 @@ class _Source:
     """The class that a function says it returns."""
     scopes: dict[str, dict[str, str]] = field(default_factory=dict)
     """What a module's own names mean."""
+    attributes: dict[str, str] = field(default_factory=dict)
+    """The class of an attribute, where the body of its class declares one."""
 
 
 @cache
@@ -76,7 +78,10 @@ def _read() -> _Source:
             module = ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
             trees[module] = ast.parse(path.read_text(encoding="utf-8"))
             source.scopes[module] = dict(_scope(module, trees[module]))
+    for scope in source.scopes.values():
+        scope.update({name: _origin(source, meaning) for name, meaning in scope.items()})
     for module, tree in trees.items():
+        source.attributes.update(_attributes(source, module, tree))
         for holder, function in _functions(module, tree):
             name = f"{holder}.{function.name}"
             source.definitions[name] = function
@@ -104,6 +109,23 @@ def _scope(module: str, tree: ast.Module) -> Iterator[tuple[str, str]]:
             yield statement.name, f"{module}.{statement.name}"
         for target in _targets(statement):
             yield target, f"{module}.{target}"
+
+
+def _origin(source: _Source, name: str) -> str:
+    """Where a name is defined that a package imports from one of its modules."""
+    package, _, leaf = name.rpartition(".")
+    meaning = source.scopes.get(package, {}).get(leaf, name)
+    return name if meaning == name else _origin(source, meaning)
+
+
+def _attributes(source: _Source, module: str, tree: ast.Module) -> Iterator[tuple[str, str]]:
+    """Attributes that a class declares in its body to be of one of our classes."""
+    for statement in (each for each in tree.body if isinstance(each, ast.ClassDef)):
+        for member in statement.body:
+            if isinstance(member, ast.AnnAssign) and isinstance(member.annotation, ast.Name):
+                kind = source.scopes[module].get(member.annotation.id)
+                for name in _targets(member) if kind else ():
+                    yield f"{module}.{statement.name}.{name}", str(kind)
 
 
 def _targets(statement: ast.stmt) -> list[str]:
@@ -174,12 +196,16 @@ class _Reader(ast.NodeVisitor):
         """The full name of what an expression names, or "" if it is none of ours."""
         if isinstance(node, ast.Name):
             return self.source.scopes[self.module].get(node.id, "")
-        if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name):
-            holder = self.classes.get(node.value.id) or (
-                "" if node.value.id in self.local else self.resolve(node.value)
-            )
+        if isinstance(node, ast.Attribute):
+            holder = self.holder_of(node.value)
             return f"{holder}.{node.attr}" if holder else ""
         return ""
+
+    def holder_of(self, node: ast.expr) -> str:
+        """The module or class that attributes of an expression belong to, or ""."""
+        if isinstance(node, ast.Name):
+            return self.classes.get(node.id) or ("" if node.id in self.local else self.resolve(node))
+        return self.source.attributes.get(self.resolve(node), "")
 
     def visit_Name(self, node: ast.Name) -> None:
         if isinstance(node.ctx, ast.Load) and node.id not in self.local:
@@ -203,6 +229,8 @@ class _Reader(ast.NodeVisitor):
 
     def visit_Call(self, node: ast.Call) -> None:
         self.generic_visit(node)
+        if isinstance(node.func, ast.Name) and node.func.id == "cls":  # the constructor by another name
+            self.node.uses.add(self.holder)
         called = self.source.definitions.get(self.resolve(node.func))
         handed_on = [*node.args, *(keyword.value for keyword in node.keywords)]
         if called and not any(

@@ -9,6 +9,9 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
+from hypothesis import settings
+
+settings.register_profile("long", max_examples=3_000, stateful_step_count=50)
 
 # Shared test code whose asserts should show their values too; it has to be named before it is imported.
 pytest.register_assert_rewrite(

@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from kda_cupy import bridge, guard, modules
+from kda_cupy import bridge, guard, modules, streams
 from kda_cupy.ops import commit, mtp_verify, packed_decode
 
 _current = [0]
@@ -82,7 +82,9 @@ def _module(gpus: int, capability: str, fail: Callable[[], None]) -> ModuleType:
         launch.num_regs, launch.local_size_bytes = 32, 0  # type: ignore[attr-defined]
         return launch
 
-    stream = SimpleNamespace(ptr=0, synchronize=lambda: None, is_capturing=lambda: False)
+    stream = SimpleNamespace(
+        ptr=0, synchronize=lambda: None, is_capturing=lambda: False, record=lambda event=None: event
+    )
     runtime = SimpleNamespace(
         getDevice=lambda: _current[-1], getDeviceCount=lambda: gpus, driverGetVersion=lambda: 13000
     )
@@ -96,6 +98,7 @@ def _module(gpus: int, capability: str, fail: Callable[[], None]) -> ModuleType:
     cupy.RawModule = lambda code, options: SimpleNamespace(get_function=get_function)
     cupy.cuda = SimpleNamespace(
         Device=Device,
+        Event=lambda disable_timing: SimpleNamespace(ptr=0),
         get_current_stream=lambda: stream,
         runtime=runtime,
         nvrtc=SimpleNamespace(getVersion=lambda: (13, 0)),
@@ -112,9 +115,9 @@ def machine(
     fail: called whenever a kernel is compiled; raises what CuPy would. What the package remembers of GPUs is put
     aside and comes back afterwards.
     """
-    real, remembered = sys.modules.get("cupy"), (dict(modules._kernels), dict(guard._records))
+    real, remembered = sys.modules.get("cupy"), [dict(memory) for memory in _MEMORIES]
     fake = _module(gpus, capability, fail) if cupy else None
-    _forget({}, {})
+    _forget([{} for _ in _MEMORIES])
     sys.modules["cupy"] = fake  # type: ignore[assignment]
     try:
         yield fake
@@ -123,13 +126,22 @@ def machine(
             del sys.modules["cupy"]
         else:
             sys.modules["cupy"] = real
-        _forget(*remembered)
+        _forget(remembered)
 
 
-def _forget(kernels: dict[Any, Any], records: dict[int, Any]) -> None:
+_MEMORIES: tuple[dict[Any, Any], ...] = (
+    modules._kernels,
+    guard._records,
+    streams._seen,
+    streams._last_copy,
+)
+"""What the package remembers of GPUs."""
+
+
+def _forget(contents: list[dict[Any, Any]]) -> None:
     for operation in (packed_decode, mtp_verify, commit):
         operation.check.cache_clear()
     bridge._cupy.cache_clear()
-    for memory, content in ((modules._kernels, kernels), (guard._records, records)):
+    for memory, content in zip(_MEMORIES, contents, strict=True):
         memory.clear()
         memory.update(content)

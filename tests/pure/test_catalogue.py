@@ -91,6 +91,8 @@ def test_types_are_those_of_the_specification() -> None:
                 "KDA-VALUE-ACCEPT-RANGE",
                 "KDA-POOL-RESERVED",
                 "KDA-POOL-DOUBLE-RELEASE",
+                "KDA-POOL-NOT-IN-USE",
+                "KDA-POOL-NOT-FREE",
             )
         },
         types.BridgeError: {"KDA-ARRAY-KIND", "KDA-ARRAY-CAPSULE"},
@@ -148,18 +150,21 @@ def test_raised_by_is_what_the_source_says() -> None:
     packed = ("bind", "gdn_packed_decode", "kda_packed_decode")
     assert raised_by("KDA-PACKED-HEADS") == packed  # bind by way of a registry
     every = ("bind", "gdn_packed_decode", "kda_commit", "kda_decode_mtp", "kda_packed_decode")
-    assert raised_by("KDA-ARRAY-ALIGNMENT") == every
+    assert raised_by("KDA-VERIFY-INDICES-SHAPE") == ("bind", "kda_commit", "kda_decode_mtp")
+    assert raised_by("KDA-ARRAY-ALIGNMENT") == ("StatePool.import_state", "StatePool.wrap", *every)
     assert raised_by("KDA-VERIFY-TREE") == ("bind", "kda_decode_mtp")
     assert raised_by("KDA-COMMIT-LAYERS") == ("bind", "kda_commit")
     assert raised_by("KDA-STATE-RANK") == ("StatePool.wrap", "bind", "check_state", *packed[1:])
     assert raised_by("KDA-VALUE-OPERATION") == ("bind",)
-    assert raised_by("KDA-POOL-EXHAUSTED") == ("StatePool.allocate", "StatePool.slot")
+    taking = ("StatePool.allocate", "StatePool.fork", "StatePool.import_state", "StatePool.slot")
+    assert raised_by("KDA-POOL-EXHAUSTED") == taking  # through an attribute
+    assert raised_by("KDA-POOL-FILE") == ("StatePool.load",)
     assert raised_by("KDA-POOL-RESERVED") == (
         "StatePool.release",
         "StatePool.slot",
     )  # not allocate, which tidies up
     assert "check_errors" in raised_by("KDA-VALUE-SLOT-RANGE")
-    assert "StatePool" in raised_by("KDA-COMPILER-NO-GPU")
+    assert {"StatePool", "StatePool.for_budget"} <= set(raised_by("KDA-COMPILER-NO-GPU"))  # cls(...)
     assert set(raised_by("KDA-COMPILER-COMPILE")) == set(every)  # through a cached property
     assert raised_by("KDA-NO-SUCH") == ()
 

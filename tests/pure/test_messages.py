@@ -9,8 +9,10 @@ from __future__ import annotations
 import ctypes
 import sys
 from collections.abc import Callable
+from contextlib import chdir
 from dataclasses import dataclass
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import ml_dtypes
@@ -20,6 +22,7 @@ import pytest
 from kda_cupy import (
     KdaError,
     SlotError,
+    Snapshot,
     StatePool,
     bind,
     bridge,
@@ -209,14 +212,27 @@ def pool(code: str, operand: str, by: str, message: str, meet: Callable[[StatePo
         slots = StatePool(4, HV, K, V, device="cpu")
         taken = slots.allocate(2)
         slots.state[:, taken] = 7
-        kept = slots.state.copy(), list(slots._free), set(slots._in_use)
+        ledger = slots._ledger
+        kept = slots.state.copy(), list(ledger._free), set(ledger._in_use)
         try:
             meet(slots)
         finally:
             assert np.array_equal(kept[0], slots.state)
-            assert kept[1:] == (slots._free, slots._in_use)
+            assert kept[1:] == (ledger._free, ledger._in_use)
 
     return Case(code, operand, by, checked, message)
+
+
+def in_a_file(pool: StatePool, meet: Callable[[str], Any]) -> None:
+    """With the slots of the pool saved in a file called ``states``."""
+    with TemporaryDirectory() as folder, chdir(folder):
+        pool.save("states")
+        meet("states")
+
+
+def snapshot_of_two_layers() -> Snapshot:
+    pool = StatePool(1, HV, K, V, layers=2, device="cpu")
+    return pool.snapshot(pool.allocate())
 
 
 def elsewhere(
@@ -1110,7 +1126,7 @@ POOLS = [
         "KDA-POOL-GEOMETRY",
         "n",
         "StatePool.allocate",
-        "A pool needs `n` >= 0. Got allocate(-1). Pass sizes as whole numbers, and a GPU by its number "
+        "A pool needs `n` >= 0. Got n=-1. Pass sizes as whole numbers, and a GPU by its number "
         '(0, not "cuda:0").',
         lambda pool: pool.allocate(-1),
     ),
@@ -1143,6 +1159,127 @@ POOLS = [
         "A pool needs layers >= 1, capacity >= 1 (P >= 2), HV >= 1, V >= 1 and K = 4, 8, .., 512. Got no "
         'layers. Pass sizes as whole numbers, and a GPU by its number (0, not "cuda:0").',
         lambda c: c.initial_state[None][:0],
+    ),
+    pool(
+        "KDA-POOL-GEOMETRY",
+        "num_key_heads",
+        "StatePool",
+        "A pool needs `num_key_heads` >= 1 that divides `num_value_heads`. Got 3 key heads for 4 value heads. "
+        'Pass sizes as whole numbers, and a GPU by its number (0, not "cuda:0").',
+        lambda pool: StatePool(4, 4, K, V, num_key_heads=3, device="cpu"),
+    ),
+    pool(
+        "KDA-POOL-GEOMETRY",
+        "activation_dtype",
+        "StatePool",
+        'A pool needs `activation_dtype` to be "bfloat16", "float16", "float32" or None. Got '
+        "activation_dtype='int8'. Pass sizes as whole numbers, and a GPU by its number (0, not \"cuda:0\").",
+        lambda pool: StatePool(4, HV, K, V, activation_dtype="int8", device="cpu"),
+    ),
+    pool(
+        "KDA-POOL-GEOMETRY",
+        "verify_rows",
+        "StatePool",
+        "A pool needs `verify_rows` and `verify_tokens` >= 1 with an `activation_dtype`, or both 0. Got "
+        "verify_rows=2, verify_tokens=4, activation_dtype=None. Pass sizes as whole numbers, and a GPU by its "
+        'number (0, not "cuda:0").',
+        lambda pool: StatePool(4, HV, K, V, verify_rows=2, verify_tokens=4, device="cpu"),
+    ),
+    pool(
+        "KDA-POOL-GEOMETRY",
+        "budget_bytes",
+        "StatePool.for_budget",
+        "A pool needs `budget_bytes` for slot 0, one more slot and the scratch of verify. Got 1,000 bytes where "
+        'a slot takes 1,536. Pass sizes as whole numbers, and a GPU by its number (0, not "cuda:0").',
+        lambda pool: StatePool.for_budget(1000, HV, K, V, device="cpu"),
+    ),
+    pool(
+        "KDA-POOL-GEOMETRY",
+        "layer",
+        "StatePool.export_state",
+        "A pool needs `layer` from 0 to 0. Got layer=1. Pass sizes as whole numbers, and a GPU by its number "
+        '(0, not "cuda:0").',
+        lambda pool: pool.export_state(1, layout="VK", layer=1),
+    ),
+    pool(
+        "KDA-POOL-NOT-IN-USE",
+        "slots",
+        "StatePool.snapshot",
+        "`slots[1]` must be a slot that is in use. Got slot 3. Pass slots that allocate(), fork(), load() or "
+        "import_state() returned and release() has not seen.",
+        lambda pool: pool.snapshot([1, 3]),
+    ),
+    pool(
+        "KDA-POOL-NOT-IN-USE",
+        "slots",
+        "StatePool.fork",
+        "`slots[0]` must be a slot that is in use. Got slot 0. Pass slots that allocate(), fork(), load() or "
+        "import_state() returned and release() has not seen.",
+        lambda pool: pool.fork(0),
+    ),
+    pool(
+        "KDA-VALUE-SLOT-RANGE",
+        "slots",
+        "StatePool.snapshot",
+        "`slots[0]` must be a slot from 1 to 4. Got slot -1. Pass slots that the pool handed out.",
+        lambda pool: pool.snapshot([-1, 1]),
+    ),
+    pool(
+        "KDA-VALUE-SLOT-DUPLICATE",
+        "slots",
+        "StatePool.restore",
+        "`slots` must name a live slot once only. Got slot 1 twice. Give each sequence a slot of its own; only "
+        "padding (-1) may repeat.",
+        lambda pool: pool.restore(pool.snapshot([1, 2]), [1, 1]),
+    ),
+    pool(
+        "KDA-POOL-NOT-FREE",
+        "slots",
+        "StatePool.load",
+        "A saved slot comes back under its own number only while that number is free. Got slot 1 in use. Pass "
+        "`slots` to load into slots that you hold, or load into a new pool.",
+        lambda pool: in_a_file(pool, pool.load),
+    ),
+    pool(
+        "KDA-POOL-SNAPSHOT",
+        "snapshot",
+        "StatePool.restore",
+        "A snapshot must fit where it is restored: 1 slots. Got a snapshot of 2. Restore it to as many slots of "
+        "a pool with the same layers, sizes, dtypes and device.",
+        lambda pool: pool.restore(pool.snapshot([1, 2]), 1),
+    ),
+    pool(
+        "KDA-POOL-SNAPSHOT",
+        "snapshot",
+        "StatePool.restore",
+        "A snapshot must fit where it is restored: state [1, 1, 4, 12, 8] float32 on cpu. Got state "
+        "[2, 1, 4, 12, 8] float32 on cpu. Restore it to as many slots of a pool with the same layers, sizes, "
+        "dtypes and device.",
+        lambda pool: pool.restore(snapshot_of_two_layers(), 1),
+    ),
+    pool(
+        "KDA-POOL-FILE",
+        "path",
+        "StatePool.load",
+        "`states` is no file that this pool can load. Got 2 saved slots for 1 slots of the pool. Load a file "
+        "that pool.save() wrote for a pool with the same layers, sizes, dtypes and number of slots.",
+        lambda pool: in_a_file(pool, lambda path: pool.load(path, [1])),
+    ),
+    pool(
+        "KDA-POOL-LAYOUT",
+        "layout",
+        "StatePool.import_state",
+        '`layout` must be "KV" for [n, HV, K, V] or "VK" for [n, HV, V, K]. Got layout=\'kv\'. Say which axis '
+        'comes first: flash-linear-attention returns "KV".',
+        lambda pool: pool.import_state(pool.state[0], layout="kv"),
+    ),
+    pool(
+        "KDA-STATE-LAYOUT",
+        "array",
+        "StatePool.import_state",
+        "expected recurrent state layout [n, HV=4, K=8, V=12] for `array`. Got [2, 4, 12, 8]. Pass the pool as "
+        "[pool, HV, V, K]: one head per value head, rows V (values), columns K (keys).",
+        lambda pool: pool.import_state(numbers(2, HV, V, K), layout="KV"),
     ),
     elsewhere(
         "KDA-POOL-GEOMETRY",

@@ -8,9 +8,6 @@ import time
 import ml_dtypes
 import numpy as np
 import pytest
-from hypothesis import settings
-from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 from problems import POISON, make_problem, make_state, same_bits, to_library
 
 from kda_cupy import (
@@ -34,7 +31,7 @@ def small_pool(capacity=4, **changes):
 
 def bookkeeping(pool):
     """Which slots are free, in the order they will be handed out, and which are not."""
-    return list(pool._free), set(pool._in_use)
+    return list(pool._ledger._free), set(pool._ledger._in_use)
 
 
 # Geometry
@@ -118,6 +115,130 @@ def test_repr_tells_the_truth():
     wrapped.allocate(8)
     assert repr(wrapped).startswith("<StatePool 8 of 8 slots in use, 1 layer(s), ")
     assert repr(wrapped).endswith(" on cpu, wrapped>")
+
+
+@pytest.mark.parametrize(
+    ("dtype", "size"), [("bfloat16", 2), ("float16", 2), (np.float32, 4), (ml_dtypes.bfloat16, 2)]
+)
+def test_a_conv_history_is_there_when_it_is_asked_for(dtype, size):
+    pool = small_pool(3, layers=2, num_key_heads=1, activation_dtype=dtype)
+    channels = 2 * 1 * 8 + 2 * 3
+    assert pool.conv.shape == (2, 4, channels, 3)
+    assert pool.conv.itemsize == size
+    assert not pool.conv.any()
+    assert pool.bytes_per_slot == 2 * (2 * 3 * 8 * 4 + channels * 3 * size)
+    assert pool.nbytes == 4 * pool.bytes_per_slot == pool.state.nbytes + pool.conv.nbytes
+    name = np.dtype(dtype).name if not isinstance(dtype, str) else dtype
+    assert f"float32 + conv [{channels}, 3] {name}, " in repr(pool)
+    assert small_pool().conv is None
+
+
+@pytest.mark.parametrize("snapshots", [False, True])
+def test_verify_scratch_is_there_when_it_is_asked_for(snapshots):
+    pool = small_pool(
+        3,
+        layers=2,
+        num_key_heads=1,
+        activation_dtype="float16",
+        verify_rows=5,
+        verify_tokens=4,
+        snapshots=snapshots,
+    )
+    shapes = {name: array.shape for name, array in pool.operands().items()}
+    assert (
+        shapes.items()
+        >= {
+            "recurrent_state": (2, 4, 2, 3, 8),
+            "cs_q": (2, 4, 8, 3),
+            "cs_v": (2, 4, 6, 3),
+            "intermediate_conv_k": (2, 5, 4, 8, 3),
+            "intermediate_conv_v": (2, 5, 4, 6, 3),
+        }.items()
+    )
+    rings = {
+        "replayssm_rawv": (2, 4, 2, 4, 3),
+        "replayssm_rawk": (2, 4, 1, 4, 8),
+        "replayssm_g": (2, 4, 2, 4, 8),
+        "replayssm_beta": (2, 4, 2, 4),
+    }
+    states = {"intermediate_ssm": (2, 5, 4, 2, 3, 8)}
+    assert shapes.items() >= (states if snapshots else rings).items()
+    assert not shapes.keys() & (rings if snapshots else states).keys()
+    assert pool.nbytes == pool.state.nbytes + pool.conv.nbytes + sum(
+        array.nbytes for name, array in pool.operands().items() if name.startswith(("inter", "replay"))
+    )
+    ring_bytes = 2 * (2 * 4 * 3 * 2 + 1 * 4 * 8 * 2 + 2 * 4 * 8 * 4 + 2 * 4 * 4)
+    slot = 2 * (2 * 3 * 8 * 4 + 22 * 3 * 2)
+    assert pool.bytes_per_slot == slot + (0 if snapshots else ring_bytes)
+    assert f" + {'snapshots' if snapshots else 'rings'} of 4 tokens, " in repr(pool)
+    assert {name: array.shape for name, array in pool.operands(1).items()} == {
+        name: shape[1:] for name, shape in shapes.items()
+    }
+    assert pool.operands(1)["recurrent_state"].ctypes.data == pool[1].ctypes.data
+
+
+def test_a_pool_of_states_alone_has_one_operand():
+    assert small_pool().operands().keys() == {"recurrent_state"}
+
+
+@pytest.mark.parametrize(
+    "sizes",
+    [
+        {"num_key_heads": 3},
+        {"num_key_heads": 0},
+        {"num_key_heads": 1.0},
+        {"activation_dtype": "float64"},
+        {"activation_dtype": np.int8},
+        {"activation_dtype": 3},
+        {"verify_rows": 1},
+        {"verify_tokens": 1},
+        {"verify_rows": 1, "verify_tokens": 1},
+        {"activation_dtype": "float16", "verify_rows": 1},
+        {"activation_dtype": "float16", "verify_rows": -1, "verify_tokens": 1},
+        {"capacity": True},
+    ],
+    ids=str,
+)
+def test_parts_that_make_no_pool_are_refused(sizes):
+    with pytest.raises(OperandError) as caught:
+        small_pool(**sizes)
+    assert caught.value.code == "KDA-POOL-GEOMETRY"
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"layers": 3},
+        {"layers": 2, "activation_dtype": "bfloat16", "num_key_heads": 1},
+        {"activation_dtype": "float32", "verify_rows": 3, "verify_tokens": 2},
+        {"activation_dtype": "float32", "verify_rows": 3, "verify_tokens": 2, "snapshots": True},
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("budget", [20_000, 123_457, 10**6])
+def test_a_pool_for_a_budget_is_the_largest_that_fits(budget, options):
+    pool = StatePool.for_budget(budget, 2, 8, 3, device="cpu", **options)
+    assert (
+        pool.nbytes <= budget < pool.nbytes + pool.bytes_per_slot + 4096
+    )  # less than one slot, and rounding
+    assert pool.state.shape == (options.get("layers", 1), len(pool) + 1, 2, 3, 8)
+    assert pool.free_slots == len(pool) >= 1
+
+
+def test_a_budget_takes_the_defaults_of_the_constructor():
+    pool = StatePool.for_budget(2**22, 1, device="cpu")
+    assert pool.state.shape[2:] == (1, 128, 128)
+    assert len(pool) == 2**22 // 65_536 - 2  # slot 0, and the rounding of allocations
+
+
+@pytest.mark.parametrize("budget", [0, -1, 383, 384])
+def test_a_budget_that_is_too_small_is_refused_with_the_numbers(budget):
+    with pytest.raises(OperandError, match=f"{budget:,} bytes where a slot takes 192") as caught:
+        StatePool.for_budget(budget, 2, 8, 3, device="cpu")
+    assert caught.value.code == "KDA-POOL-GEOMETRY"
+    with pytest.raises(TypeError):
+        StatePool.for_budget(1e9, 2, device="cpu")
 
 
 # Allocate and release
@@ -243,6 +364,26 @@ def test_a_wrong_release_changes_nothing(slots, code, named, kind):
     assert pool.free_slots == 6
 
 
+@pytest.mark.parametrize("slots", [True, [True], np.array([True, False]), np.bool_(True)], ids=repr)
+def test_a_mask_names_no_slots(slots):
+    pool = small_pool(3)
+    pool.allocate(3)
+    for call in (pool.release, pool.snapshot, pool.fork):
+        with pytest.raises(TypeError):
+            call(slots)
+    assert pool.free_slots == 0
+
+
+def test_slots_in_use_are_told_as_a_copy():
+    pool = small_pool(5)
+    pool.allocate(4)
+    pool.release([2])
+    told = pool.slots_in_use
+    assert (told.dtype, told.tolist()) == (np.int32, [1, 3, 4])
+    told[:] = 0
+    assert pool.slots_in_use.tolist() == [1, 3, 4]
+
+
 @pytest.mark.parametrize("slots", [1.0, [1, 2.0], "12", None, [None], [[1], [2]], np.array([1.0])], ids=repr)
 def test_what_is_no_slot_is_refused(slots):
     pool = small_pool(3)
@@ -268,7 +409,7 @@ def test_a_failure_while_zeroing_gives_the_slots_back(monkeypatch):
     def fail(slots):
         raise MemoryError
 
-    monkeypatch.setattr(pool, "_zero", fail)
+    monkeypatch.setattr(pool._contents, "zero", fail)
     with pytest.raises(MemoryError):
         pool.allocate(2)
     assert pool.free_slots == 3
@@ -439,7 +580,7 @@ def in_threads(work, count=4):
 def test_the_last_slot_goes_to_one_thread_only():
     for _ in range(50):
         pool = small_pool(3)
-        pool._free = SlowList(pool._free)
+        pool._ledger._free = SlowList(pool._ledger._free)
         results = in_threads(lambda pool=pool: pool.allocate(2).tolist())
         taken = [result for result in results if isinstance(result, list)]
         assert len(taken) == 1, results
@@ -451,87 +592,11 @@ def test_one_thread_only_can_release_a_slot():
     for _ in range(50):
         pool = small_pool(3)
         slot = pool.allocate()
-        pool._in_use = SlowSet(pool._in_use)
+        pool._ledger._in_use = SlowSet(pool._ledger._in_use)
         results = in_threads(lambda pool=pool, slot=slot: pool.release(slot))
         assert results.count(None) == 1, results
         assert sum(isinstance(result, SlotError) for result in results) == 3, results
         assert pool.free_slots == 3
-
-
-# Any sequence of calls, against a model
-
-
-class PoolModel(RuleBasedStateMachine):
-    """The pool next to a set of ints."""
-
-    @initialize(capacity=st.integers(1, 7), layers=st.integers(1, 2))
-    def make(self, capacity, layers):
-        self.pool = small_pool(capacity, layers=layers)
-        self.capacity = capacity
-        self.held = set()
-
-    def took(self, slots):
-        slots = set(slots)
-        assert not slots & self.held
-        assert slots <= set(range(1, self.capacity + 1))
-        assert not self.pool.state[:, sorted(slots)].any()
-        self.held |= slots
-        for slot in slots:
-            self.pool.state[:, slot] = np.nan if slot % 2 else slot
-
-    @precondition(lambda self: len(self.held) < self.capacity)
-    @rule()
-    def allocate_one(self):
-        self.took([self.pool.allocate()])
-
-    @rule(n=st.integers(0, 9))
-    def allocate_many(self, n):
-        if n <= self.capacity - len(self.held):
-            slots = self.pool.allocate(n)
-            assert len(slots) == n == len(set(slots.tolist()))
-            self.took(slots.tolist())
-        else:
-            with pytest.raises(PoolExhausted):
-                self.pool.allocate(n)
-
-    @precondition(lambda self: self.held)
-    @rule(data=st.data())
-    def release_some(self, data):
-        slots = data.draw(st.lists(st.sampled_from(sorted(self.held)), unique=True))
-        self.pool.release(slots)
-        self.held -= set(slots)
-
-    @rule(data=st.data(), bad=st.integers(-2, 9))
-    def release_wrongly(self, data, bad):
-        if bad not in self.held:
-            good = data.draw(st.lists(st.sampled_from(sorted(self.held)), unique=True)) if self.held else []
-            slots = data.draw(st.permutations([*good, bad]))
-            with pytest.raises(SlotError):
-                self.pool.release(slots)
-
-    @precondition(lambda self: len(self.held) < self.capacity)
-    @rule()
-    def fail_in_a_block(self):
-        with pytest.raises(KeyError), self.pool.slot() as slot:
-            assert slot not in self.held
-            raise KeyError
-
-    @invariant()
-    def the_numbers_agree(self):
-        assert self.pool.free_slots == self.capacity - len(self.held)
-        assert len(self.pool) == self.capacity
-        assert f" {len(self.held)} of {self.capacity} slots in use" in repr(self.pool)
-
-    @invariant()
-    def tenants_are_left_alone(self):
-        assert not self.pool.state[:, 0].any()
-        for slot in self.held:
-            wanted = np.nan if slot % 2 else slot
-            np.testing.assert_array_equal(self.pool.state[:, slot], wanted)
-
-
-TestPoolModel = PoolModel.TestCase
-TestPoolModel.settings = settings(max_examples=60, stateful_step_count=30, deadline=None)
 
 
 # Somebody else's memory
@@ -697,6 +762,56 @@ def test_wrap_refuses_a_second_layer_off_the_boundary():
 
 def test_wrap_refuses_what_torch_expands(torch):
     assert refused_by_wrap(torch.zeros(5, 2, 3, 8).expand(2, 5, 2, 3, 8)) == "KDA-STATE-STRIDES"
+
+
+def history(layers, slots, channels, dtype=ml_dtypes.bfloat16, fill=7.0):
+    return np.full((layers, slots, channels, 3), fill, dtype)
+
+
+@pytest.mark.parametrize("heads", [None, 1, 2])
+def test_wrap_takes_a_conv_history_along(heads):
+    theirs = aligned((2, 5, 2, 3, 8), fill=7)
+    channels = 2 * (heads or 2) * 8 + 2 * 3
+    conv = history(2, 5, channels).swapaxes(-1, -2).copy().swapaxes(-1, -2)  # channels fastest
+    pool = StatePool.wrap(theirs, conv, num_key_heads=heads)
+    assert np.shares_memory(pool.conv, conv)
+    slot = pool.allocate()
+    assert not conv[:, slot].any()
+    assert (conv[:, slot + 1 :] == 7).all()
+    pool.operands(1)["cs_v"][slot, -1, 2] = 5
+    assert conv[1, slot, -1, 2] == 5
+    assert f"conv [{channels}, 3] bfloat16" in repr(pool)
+    assert pool.bytes_per_slot == 2 * (2 * 3 * 8 * 4 + channels * 3 * 2)
+
+
+def test_wrap_takes_one_layer_of_both():
+    conv = history(1, 5, 38)[0]
+    pool = StatePool.wrap(aligned((5, 2, 3, 8)), conv)
+    assert pool.conv.shape == (1, 5, 38, 3)
+
+
+@pytest.mark.parametrize(
+    ("conv", "code"),
+    [
+        (lambda state: history(2, 5, 38), "KDA-VERIFY-CONV-HISTORY"),
+        (lambda state: history(1, 4, 38), "KDA-VERIFY-CONV-HISTORY"),
+        (lambda state: history(1, 5, 37), "KDA-VERIFY-CONV-HISTORY"),
+        (lambda state: history(1, 5, 38)[..., :2], "KDA-VERIFY-CONV-HISTORY"),
+        (lambda state: history(1, 5, 38)[0, 0], "KDA-VERIFY-CONV-HISTORY"),
+        (lambda state: history(1, 5, 38, np.float64), "KDA-ARRAY-DTYPE"),
+        (lambda state: history(1, 5, 38)[:, ::-1], "KDA-ARRAY-NEGATIVE-STRIDE"),
+        (lambda state: np.lib.stride_tricks.as_strided(history(1, 5, 38), strides=(0, 0, 6, 2)), "KDA-ARRAY-FOLDED"),
+        (lambda state: np.broadcast_to(history(1, 1, 38), (1, 5, 38, 3)), "KDA-ARRAY-READ-ONLY"),
+        (lambda state: state.base[: 4 * 5 * 38 * 3].view(np.float32).reshape(5, 38, 3), "KDA-ARRAY-OVERLAP"),
+        (lambda state: [[1.0]], "KDA-ARRAY-KIND"),
+    ],
+)  # fmt: skip
+def test_wrap_refuses_a_conv_history_that_does_not_fit(conv, code):
+    state = aligned((20, 2, 3, 8), fill=7)[:5]
+    with pytest.raises((OperandError, BridgeError)) as caught:
+        StatePool.wrap(state, conv(state))
+    assert caught.value.code == code
+    assert (state == 7).all()
 
 
 # check_state and is_valid_state
