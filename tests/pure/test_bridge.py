@@ -534,25 +534,60 @@ def test_raw_capsules_of_torch_are_refused(torch):
 # Protocols old and strange
 
 
-def test_max_version_is_asked_for_and_done_without():
+@pytest.mark.parametrize(
+    ("known", "tries"),
+    [
+        ({"stream", "max_version", "dl_device", "copy"}, 1),  # DLPack 1.0
+        ({"stream", "max_version"}, 2),  # an early one
+        ({"stream"}, 3),  # before it
+        (set(), 3),  # in host memory there is no stream to speak of
+    ],
+    ids=["1.0", "early", "old", "nothing"],
+)
+def test_a_producer_is_asked_in_the_words_that_it_knows(known, tries):
+    """F12: unknown keywords raise TypeError, and older capsules are read as well."""
     asked = []
 
     class Asks(Producer):
         def __dlpack__(self, **keywords):
             asked.append(keywords)
-            return super().__dlpack__(**keywords)
+            if keywords.keys() - known:
+                raise TypeError(f"unexpected keywords {keywords.keys() - known}")
+            return super().__dlpack__()
 
-    class Refuses(Producer):
-        def __dlpack__(self, **keywords):
-            asked.append(keywords)
-            if "max_version" in keywords:
-                raise TypeError("unexpected keyword")
-            return super().__dlpack__(**keywords)
+    name = b"dltensor_versioned" if "max_version" in known else b"dltensor"
+    assert same_bits(bridge.adopt("a", Asks(numbers(), name)), numbers())
+    assert asked == [{"max_version": (1, 0), "copy": False}, {"max_version": (1, 0)}, {}][:tries]
 
-    assert same_bits(bridge.adopt("a", Asks(numbers())), numbers())
-    assert same_bits(bridge.adopt("a", Refuses(numbers(), b"dltensor")), numbers())
-    new, old = {"stream": None, "max_version": (1, 0)}, {"stream": None}
-    assert asked == [new, new, old]
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_producer_that_would_have_to_copy_is_refused(dtype):
+    """A copy would be made on every call, and a bound call would go on reading the first one."""
+
+    class Copies(Producer):
+        def __dlpack__(self, *, stream=None, max_version=None, dl_device=None, copy=None):
+            if copy is False:
+                raise BufferError("cannot export without a copy")
+            return super().__dlpack__(stream=stream, max_version=max_version)
+
+    problem = small_problem(dtype=dtype)
+    before = to(problem, np)
+    for operand in INPUTS:
+        message = refused(
+            lambda lone=operand: kda(**problem | {lone: Copies(problem[lone])}),
+            BridgeError,
+            "KDA-ARRAY-KIND",
+            operand,
+        )
+        assert "cannot export without a copy" in message
+        message = refused(
+            lambda lone=operand: bind(kda, **problem | {lone: Producer(problem[lone], flags=2)}),
+            BridgeError,
+            "KDA-ARRAY-KIND",
+            operand,
+        )
+        assert "a copy of itself" in message
+    assert unchanged(problem, before)
 
 
 @pytest.mark.parametrize(
@@ -582,9 +617,11 @@ def test_a_producer_that_hands_out_no_capsule_is_refused(answer):
 def test_used_and_unknown_capsules_are_refused(name):
     """F9: the memory of a used capsule belongs to somebody else."""
     producer = Producer(numbers(), name)
+    others = set(_alive)
     message = refused(lambda: bridge.adopt("b", producer), BridgeError, "KDA-ARRAY-KIND", "b")
     assert name.decode() in message
-    _alive.clear()  # such capsules delete nothing
+    for address in _alive.keys() - others:  # such capsules delete nothing
+        del _alive[address]
 
 
 def test_a_nameless_capsule_is_refused():
