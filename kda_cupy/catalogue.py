@@ -1963,6 +1963,28 @@ _COMPILER: Final = (
         needs="a GPU, and before the fix an NVRTC that does not know it",
     ),
     Page(
+        code="KDA-COMPILER-OLD-GPU",
+        exception=CompileError,
+        words="The kernel {variant} needs a GPU of compute capability {needed} or newer",
+        cure="Run it on a newer GPU, or on NumPy arrays",
+        meaning=(
+            "Verify and commit multiply on tensor cores in TF32, which came with Ampere (8.0: A100, RTX 30). The "
+            "packed decodes run on older GPUs too, in float16 and float32; nobody tests them there."
+        ),
+        when=("kda_decode_mtp or kda_commit was called on a V100 (7.0) or T4 (7.5).",),
+        solutions=(
+            "Decode token by token with kda_packed_decode on this GPU.",
+            "Run on a GPU of compute capability 8.0 or newer.",
+        ),
+        before=(
+            "import cupy\n\nverify = {name: cupy.asarray(value) for name, value in verify.items()}\n"
+            f"{_VERIFY_CALL}"
+        ),
+        after=_VERIFY_CALL,
+        related=("KDA-ARRAY-BF16-SUPPORT", "KDA-COMPILER-ARCH"),
+        needs="a GPU older than compute capability 8.0",
+    ),
+    Page(
         code="KDA-COMPILER-CACHE",
         exception=CompileError,
         words="CuPy cannot use its cache folder for compiled kernels",

@@ -8,6 +8,7 @@ compiles it or takes it from its own disk cache.
 from __future__ import annotations
 
 import os
+import re
 import tempfile
 import threading
 from collections.abc import Callable
@@ -49,8 +50,8 @@ _lock = threading.Lock()
 def get_kernel(config: KernelConfig, device: int) -> Kernel:
     """The kernel of a configuration on a device, loaded or compiled at the first call.
 
-    Raises CompileError (KDA-COMPILER-NVRTC, -HEADERS, -ARCH, -CACHE, -TMPDIR or -COMPILE) or NoGpuError (-DRIVER,
-    -TWO-CUPY) with what to do.
+    Raises CompileError (KDA-COMPILER-NVRTC, -HEADERS, -ARCH, -OLD-GPU, -CACHE, -TMPDIR or -COMPILE) or NoGpuError
+    (-DRIVER, -TWO-CUPY) with what to do.
     """
     key = (config, device)
     kernel = _kernels.get(key)
@@ -112,6 +113,9 @@ def explain(cause: Exception, config: KernelConfig, machine: Callable[[], str]) 
     if "CUDA headers" in text or "cannot open source file" in text:
         first = _first_error(text).partition(". ")[0]  # CuPy's advice names another package
         return error("KDA-COMPILER-HEADERS", got=f"`{first}` on {machine()}")
+    if old := _NEWER_GPU_NEEDED.search(text):
+        needed = f"{old[1][:-1]}.{old[1][-1]}"
+        return error("KDA-COMPILER-OLD-GPU", got=machine(), variant=config.variant, needed=needed)
     if any(sign in text for sign in _UNKNOWN_ARCHITECTURE):
         return error("KDA-COMPILER-ARCH", got=machine())
     if any(sign in text for sign in _DRIVER_TOO_OLD):
@@ -124,6 +128,7 @@ def explain(cause: Exception, config: KernelConfig, machine: Callable[[], str]) 
     return cause
 
 
+_NEWER_GPU_NEEDED = re.compile(r"requires \.target sm_(\d+) or higher")
 _UNKNOWN_ARCHITECTURE = (
     "--gpu-architecture",
     "NVRTC_ERROR_INVALID_OPTION",

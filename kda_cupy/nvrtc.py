@@ -37,7 +37,10 @@ def _library() -> Any:
             except OSError:
                 continue
         raise DynamicLibNotFoundError(f"none of {', '.join(_NAMES)}") from None
-    return ctypes.CDLL(pathfinder.load_nvidia_dynamic_lib("nvrtc").abs_path)
+    try:
+        return ctypes.CDLL(pathfinder.load_nvidia_dynamic_lib("nvrtc").abs_path)
+    except (OSError, RuntimeError) as cause:  # its own DynamicLibNotFoundError is a RuntimeError
+        raise DynamicLibNotFoundError(str(cause)) from cause
 
 
 def _ask(function: str, *arguments: Any) -> None:

@@ -84,6 +84,8 @@ class Report:
     compiled: int = 0
     found: int = 0
     """Kernels that were there already, whole."""
+    impossible: int = 0
+    """Kernels that an architecture is too old for."""
     written_bytes: int = 0
     seconds: float = 0.0
 
@@ -93,7 +95,8 @@ def fill(
 ) -> Report:
     """Write the kernels that a folder lacks; every one with ``anew``. What is damaged is replaced.
 
-    wanted: configurations and the architectures to compile them for. Raises CompileError, or OSError from the disk.
+    wanted: configurations and the architectures to compile them for. Raises CompileError, or OSError from the disk; but
+    what an architecture is too old for is counted and left out.
     """
     report, start = Report(), time.perf_counter()
     for number, (config, arch) in enumerate(wanted, 1):
@@ -103,7 +106,13 @@ def fill(
             report.found += 1
             continue
         with _progress(f"[{number}/{len(wanted)}] {arch} {config.variant}", visible=show):
-            code = compile_ahead(config, arch)
+            try:
+                code = compile_ahead(config, arch)
+            except KdaError as refusal:
+                if refusal.code != "KDA-COMPILER-OLD-GPU":
+                    raise
+                report.impossible += 1
+                continue
         path = cubins.store(config, arch, code, place)
         for other in old:
             if other != path:
@@ -184,10 +193,12 @@ def warmup(
     except OSError as cause:
         raise click.ClickException(f"{cause}; --into names another folder") from None
     click.echo(
-        f"{len(wanted)} kernels for {', '.join(arches)} in {place}\n"
+        f"{report.compiled + report.found} kernels for {', '.join(arches)} in {place}\n"
         f"{report.compiled} compiled by NVRTC {nvrtc.version()} in {report.seconds:.1f} s "
         f"({report.written_bytes / 1e6:.2f} MB), {report.found} there already"
     )
+    if report.impossible:
+        click.echo(f"{report.impossible} more need a newer GPU")
     if place != cubins.folder().absolute():
         click.echo(f"to use them: export {cubins.VARIABLE}={place}")
 

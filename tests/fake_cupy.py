@@ -13,6 +13,7 @@ from __future__ import annotations
 import ctypes
 import functools
 import sys
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from types import ModuleType, SimpleNamespace
@@ -23,8 +24,14 @@ import numpy as np
 from kda_cupy import bridge, gpu, guard, modules
 from kda_cupy.ops import commit, mtp_verify, packed_decode
 
-_current = [0]
-"""Number of the current device, and above it those of the blocks `with Device(n)`."""
+
+class _Here(threading.local):
+    def __init__(self) -> None:
+        self.devices = [0]
+        """Number of the thread's device, and above it those of the blocks `with Device(n)`."""
+
+
+_here = _Here()
 
 
 class ndarray:
@@ -32,8 +39,8 @@ class ndarray:
 
     def __init__(self, shape: tuple[int, ...], dtype: Any, memory: Any = None, strides: Any = None) -> None:
         if memory is None:
-            sys.modules["cupy"].log.append(("allocate", _current[-1], shape))  # type: ignore[attr-defined]
-            self._take(np.empty(shape, dtype), _current[-1])
+            sys.modules["cupy"].log.append(("allocate", _here.devices[-1], shape))  # type: ignore[attr-defined]
+            self._take(np.empty(shape, dtype), _here.devices[-1])
             return
         raw = (ctypes.c_byte * max(memory.mem.size, 1)).from_address(memory.mem.ptr)
         self._take(np.ndarray(shape, dtype, raw, strides=strides), memory.mem.device_id)
@@ -80,11 +87,13 @@ class Stream:
 
     def __init__(self, device: int, log: list[Any]) -> None:
         self.device, self.ptr, self.capturing, self._log = device, 0x1000 * device, False, log
+        self.events: list[Event] = []
 
     def record(self, event: Event) -> Event:
-        assert _current[-1] == self.device, "CUDA refuses to record on a stream of another device"
+        assert _here.devices[-1] == self.device, "CUDA refuses to record on a stream of another device"
         self._log.append(("record", self.device, ""))
         event.device = self.device
+        self.events.append(event)
         return event
 
     def is_capturing(self) -> bool:
@@ -107,28 +116,28 @@ def _module(
 
     class Device:
         def __init__(self, number: int | None = None) -> None:
-            self.id = _current[-1] if number is None else number
+            self.id = _here.devices[-1] if number is None else number
             self.compute_capability = capability if isinstance(capability, str) else capability[self.id]
             self.attributes = {"MultiProcessorCount": 132}
 
         def __enter__(self) -> Device:
-            _current.append(self.id)
+            _here.devices.append(self.id)
             return self
 
         def __exit__(self, *_: object) -> None:
-            _current.pop()
+            _here.devices.pop()
 
         def synchronize(self) -> None:
             log.append(("synchronize", self.id, ""))
 
     def raw_module(code: str = "", options: tuple[str, ...] = (), path: str = "") -> Any:
         def get_function(entry: str) -> Any:
-            device = _current[-1]
+            device = _here.devices[-1]
             log.append(("load" if path else "compile", device, path or entry))
             fail_to_load() if path else fail()
 
             def launch(grid: Any, block: Any, arguments: Any, shared_mem: int) -> None:
-                assert _current[-1] == device, "CUDA refuses a kernel of another device"
+                assert _here.devices[-1] == device, "CUDA refuses a kernel of another device"
                 log.append(("launch", device, entry))
 
             function = functools.partial(launch)
@@ -138,13 +147,14 @@ def _module(
         return SimpleNamespace(get_function=get_function)
 
     def zeros(shape: Any, dtype: Any) -> Any:
-        log.append(("allocate", _current[-1], shape))
-        return on_gpu(np.zeros(shape, dtype), _current[-1])
+        log.append(("allocate", _here.devices[-1], shape))
+        return on_gpu(np.zeros(shape, dtype), _here.devices[-1])
 
     cupy.__version__ = "14.2.0"
+    cupy.streams = streams
     cupy.ndarray = ndarray
     cupy.is_available = lambda: gpus > 0 and driver >= 13000  # as CuPy answers for an old driver
-    cupy.asarray = lambda values: on_gpu(np.array(values), _current[-1])
+    cupy.asarray = lambda values: on_gpu(np.array(values), _here.devices[-1])
     cupy.zeros = zeros
     cupy.asnumpy = lambda array: array.get()
     cupy.RawModule = raw_module
@@ -155,9 +165,9 @@ def _module(
         UnownedMemory=lambda address, size, owner, device: SimpleNamespace(
             ptr=address, size=size, owner=owner, device_id=device
         ),
-        get_current_stream=lambda: streams[_current[-1]],
+        get_current_stream=lambda: streams[_here.devices[-1]],
         runtime=SimpleNamespace(
-            getDevice=lambda: _current[-1],
+            getDevice=lambda: _here.devices[-1],
             getDeviceCount=lambda: gpus,
             driverGetVersion=lambda: driver,
             runtimeGetVersion=lambda: 13020,

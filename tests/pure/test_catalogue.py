@@ -200,6 +200,9 @@ def machines(code: str, *, mended: bool) -> AbstractContextManager[object]:
         ),
         "KDA-COMPILER-ARCH": CompileException("nvrtc: error: invalid value for --gpu-architecture (-arch)"),
         "KDA-COMPILER-CACHE": PermissionError(13, "Permission denied", "/home/me/.cupy"),
+        "KDA-COMPILER-OLD-GPU": CompileException(
+            "ptxas error: Feature '.tf32' requires .target sm_80 or higher"
+        ),
         "KDA-COMPILER-TMPDIR": FileNotFoundError(2, "No usable temporary directory found in ['/tmp']"),
         "KDA-COMPILER-TWO-CUPY": DynamicLibNotFoundError('Failure finding "libnvrtc.so"'),
         "KDA-COMPILER-COMPILE": CompileException('packed_decode.cu(7): error: identifier "x" is undefined'),

@@ -1244,6 +1244,19 @@ COMPILER = [
         capability="130",
     ),
     elsewhere(
+        "KDA-COMPILER-OLD-GPU",
+        "kda_packed_decode",
+        on_one_gpu,
+        "The kernel packed_decode[kda,softplus,K8,V12,float32] needs a GPU of compute capability 8.0 or newer. Got "
+        "compute capability 7.5, NVRTC 13.0, driver for CUDA 13.0. Run it on a newer GPU, or on NumPy arrays.",
+        fail=failing(
+            CompileException(
+                "ptxas input, line 9; error   : Feature '.tf32' requires .target sm_80 or higher\n"
+            )
+        ),
+        capability="75",
+    ),
+    elsewhere(
         "KDA-COMPILER-DRIVER",
         "StatePool",
         lambda c: StatePool(4, HV, K, V),
