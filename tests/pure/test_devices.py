@@ -160,7 +160,7 @@ def test_one_operand_on_another_device_is_refused_by_name(lone, kind):
 
 
 def test_errors_are_kept_apart():
-    with machine(gpus=3):
+    with machine(gpus=3) as cupy:
         for device, slot in ((1, 40), (2, 50)):
             note = np.array((1, 1, 1, 0, 0, 5, slot, 33), guard.RECORD)
             guard.record_on(device).values[:] = note.reshape(1).view(np.uint8)
@@ -171,6 +171,7 @@ def test_errors_are_kept_apart():
         check_errors(2)
         with pytest.raises(SlotError, match="slot 40 in kda_packed_decode on cuda:1"):
             check_errors()
+        assert [device for what, device, _ in cupy.log if what == "synchronize"] == [0, 2, 2, 0, 1]
         check_errors()
 
 
