@@ -7,6 +7,7 @@ Whatever the arrays come from, the bits must be those of the call with NumPy arr
 import gc
 import os
 import resource
+import sys
 import threading
 import weakref
 
@@ -242,6 +243,19 @@ def test_inference_mode(torch):
     with torch.inference_mode():
         out, _ = kda(**to(problem, torch))
     assert same_bits(out, expected("kda", problem)[0])
+
+
+def test_a_producer_needs_no_ml_dtypes(torch, monkeypatch):
+    """F1: torch has a bfloat16 of its own; only we need NumPy's."""
+    problem = small_problem(dtype="bfloat16")
+    wanted_out, wanted_state = expected("kda", problem)
+    theirs = to(problem, torch)
+    monkeypatch.setitem(sys.modules, "ml_dtypes", None)
+    out, state = kda(**theirs)
+    monkeypatch.undo()
+    assert out.dtype is torch.bfloat16
+    assert same_bits(out, wanted_out)
+    assert same_bits(state, wanted_state)
 
 
 def torch_oddities(torch):

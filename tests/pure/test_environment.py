@@ -469,6 +469,67 @@ def test_whole_command_with_a_cache_folder_that_cannot_be_made(tmp_path):
         assert findings["CuPy"]["detail"].startswith("cannot be imported: [Errno ")
 
 
+def test_whole_command_with_two_wheels(tmp_path):
+    """E14: what pip leaves behind when cupy-cuda13x is installed over cupy-cuda12x."""
+    for name in ("cupy-cuda12x", "cupy-cuda13x"):
+        metadata = tmp_path / f"{name.replace('-', '_')}-14.2.0.dist-info" / "METADATA"
+        metadata.parent.mkdir()
+        metadata.write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: 14.2.0\n")
+    result = run_here("--json", path=tmp_path)
+    assert result.returncode == 1
+    cupy = next(finding for finding in json.loads(result.stdout)["findings"] if finding["name"] == "CuPy")
+    assert cupy["status"] == "fault"
+    assert cupy["detail"] == "cupy-cuda12x 14.2.0, cupy-cuda13x 14.2.0: they overwrite each other"
+    code = "import warnings; warnings.simplefilter('ignore'); from kda_cupy.gpu import require_gpu; require_gpu()"
+    paths = os.pathsep.join([str(tmp_path), str(ROOT), os.environ.get("PYTHONPATH", "")])
+    environment = {**os.environ, "PYTHONPATH": paths, "CUDA_VISIBLE_DEVICES": ""}
+    failed = subprocess.run(
+        [sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=False
+    )
+    last = failed.stderr.strip().splitlines()[-1]
+    assert "More than one CuPy wheel is installed" in last
+    assert "pip uninstall -y cupy-cuda12x cupy-cuda13x, and install one" in last
+
+
+WITHOUT_TOOLKIT = """
+import site, sys
+sys.path[:0] = [sys.argv.pop(1), sys.argv.pop(1)]
+site.getsitepackages = lambda prefixes=None: []
+site.getusersitepackages = lambda: ""
+site.ENABLE_USER_SITE = False
+from kda_cupy.doctor import doctor
+doctor()
+"""
+
+
+def test_whole_command_without_a_toolkit(tmp_path):
+    """E1: CuPy installed by itself, CUDA_PATH not set."""
+    if not importlib.util.find_spec("cupy"):
+        pytest.skip("CuPy is not installed")
+    for place in map(Path, sys.path):
+        if place.name in ("site-packages", "dist-packages") and place.is_dir():
+            for entry in place.iterdir():
+                link = tmp_path / entry.name
+                if not entry.name.startswith(("nvidia", "cuda_toolkit", "torch")) and not link.exists():
+                    link.symlink_to(entry)
+    dropped = ("CUDA_PATH", "CUDA_HOME", "LD_LIBRARY_PATH")
+    done = subprocess.run(
+        [sys.executable, "-I", "-S", "-c", WITHOUT_TOOLKIT, str(tmp_path), str(ROOT), "--json"],
+        env={name: value for name, value in os.environ.items() if name not in dropped},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 1, done.stderr
+    findings = {finding["name"]: finding for finding in json.loads(done.stdout)["findings"]}
+    if findings["NVRTC"]["status"] == "ok":
+        pytest.skip("this system has a toolkit that cannot be hidden")
+    assert findings["CuPy"]["status"] == "ok"
+    assert findings["NVRTC"]["status"] == "fault"
+    assert findings["NVRTC"]["detail"].startswith("cannot be loaded: Failure finding")
+    assert findings["NVRTC"]["cure"].startswith("pip install 'cuda-toolkit[cudart,nvrtc]==1")
+
+
 def test_importing_needs_no_cupy():
     code = "import sys, kda_cupy.doctor, kda_cupy.environment; sys.exit('cupy' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=False).returncode == 0
