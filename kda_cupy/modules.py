@@ -110,7 +110,7 @@ def explain(cause: Exception, config: KernelConfig, machine: Callable[[], str]) 
         return error("KDA-COMPILER-CACHE", got=text)
     if kind == "DynamicLibNotFoundError":
         return error("KDA-COMPILER-NVRTC", got=f"`{_first_error(text)}`")
-    if "CUDA headers" in text or "cannot open source file" in text:
+    if "CUDA headers" in text or "open source file" in text:
         first = _first_error(text).partition(". ")[0]  # CuPy's advice names another package
         return error("KDA-COMPILER-HEADERS", got=f"`{first}` on {machine()}")
     if old := _NEWER_GPU_NEEDED.search(text):

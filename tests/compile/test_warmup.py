@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from kda_cupy import CompileError, cubins, nvrtc, sources, warmup
+from kda_cupy import CompileError, KdaError, cubins, modules, nvrtc, sources, warmup
 from kda_cupy.bench import yardstick
 from kda_cupy.bench.cases import PRESETS
 from kda_cupy.config import OPTIONS, YardstickConfig
@@ -51,18 +51,78 @@ def poisoned_headers(tmp_path):
     return include
 
 
-@pytest.mark.parametrize("config", warmup.variants(MODEL)[::5], ids=lambda config: config.variant)
-def test_machine_code_is_what_cupy_would_make(config, monkeypatch, poisoned_headers):
-    """The same bits of every result, whether a kernel was compiled ahead or not. Old headers change nothing."""
+@pytest.fixture
+def cupy_compile(monkeypatch):
+    """CuPy's own way from source to machine code, on a machine without a GPU: ``(config, capability, *options)``."""
     compiler = pytest.importorskip("cupy.cuda.compiler", reason="CuPy is not installed")
     # CuPy asks for the current GPU even when it is told the architecture.
     monkeypatch.setattr(
         compiler, "_get_arch_for_options_for_nvrtc", lambda arch: (f"-arch=sm_{arch}", "cubin")
     )
-    options = (*OPTIONS, "-ftz=true", f"-I{poisoned_headers}", *config.defines())
-    theirs, _ = compiler.compile_using_nvrtc(sources.flatten(config.source), options, "90", "kern.cu")
+
+    def compile_it(config, capability, *options, source=""):
+        options = (*OPTIONS, "-ftz=true", *options, *config.defines())
+        text = source or sources.flatten(config.source)
+        return compiler.compile_using_nvrtc(text, options, capability, "kern.cu")[0]
+
+    return compile_it
+
+
+@pytest.mark.parametrize(
+    ("what", "code"),
+    [
+        ("a GPU of long ago", "KDA-COMPILER-ARCH"),
+        ("a GPU of the future", "KDA-COMPILER-ARCH"),
+        ("a GPU that is too old for tensor cores", "KDA-COMPILER-OLD-GPU"),
+        ("a folder whose name is no UTF-8", "KDA-COMPILER-TMPDIR"),
+        ("no folder for temporary files", "KDA-COMPILER-TMPDIR"),
+        ("a header that is missing", "KDA-COMPILER-HEADERS"),
+        ("a broken source", "KDA-COMPILER-COMPILE"),
+    ],
+)
+def test_what_cupy_really_raises_is_understood(cupy_compile, what, code, tmp_path, monkeypatch):
+    """The pages are chosen by words of CuPy and NVRTC: these are the real ones."""
+    commit = next(config for config in warmup.variants(MODEL) if config.entry == "commit")
+    config, capability, source = SMALL, "90", ""
+    match what:
+        case "a GPU of long ago":
+            capability = "20"
+        case "a GPU of the future":
+            capability = "999"
+        case "a GPU that is too old for tensor cores":
+            config, capability = replace(commit, activation="float32"), "75"
+        case "a folder whose name is no UTF-8":
+            folder = os.fsdecode(os.fsencode(tmp_path) + b"/\xff")
+            Path(folder).mkdir()
+            monkeypatch.setattr("tempfile.tempdir", folder)
+        case "no folder for temporary files":
+            monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "gone"))
+        case "a header that is missing":
+            source = "#include <cuda_something_else.h>\n"
+        case "a broken source":
+            source = "int x = nonsense;\n"
+    with pytest.raises(Exception) as caught:
+        cupy_compile(config, capability, source=source)
+    told = modules.explain(caught.value, config, lambda: "this machine")
+    assert isinstance(told, KdaError), repr(caught.value)
+    assert told.code == code, repr(caught.value)
+
+
+@pytest.mark.parametrize("config", warmup.variants(MODEL)[::5], ids=lambda config: config.variant)
+def test_machine_code_is_what_cupy_would_make(config, cupy_compile, poisoned_headers):
+    """The same bits of every result, whether a kernel was compiled ahead or not. Old headers change nothing."""
+    theirs = cupy_compile(config, "90", f"-I{poisoned_headers}")
     ours = warmup.compile_ahead(config, "sm_90")
     assert machine_code(ours, config) == machine_code(theirs, config)
+
+
+@pytest.mark.parametrize("folder", ["\u9ec4 '$x\"", "a\nb", "a b;rm -rf"])
+def test_temporary_folders_in_any_script_will_do(cupy_compile, folder, tmp_path, monkeypatch):
+    """E16: CuPy puts the source there; nothing of the name reaches the machine code."""
+    (tmp_path / folder).mkdir()
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path / folder))
+    ours = warmup.compile_ahead(SMALL, "sm_90")
+    assert machine_code(cupy_compile(SMALL, "90"), SMALL) == machine_code(ours, SMALL)
 
 
 def test_a_file_says_what_it_was_compiled_from(tmp_path):

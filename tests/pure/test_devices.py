@@ -259,6 +259,17 @@ def test_threads_on_several_devices_meet_in_nothing():
         assert [launched.count(device) for device in range(4)] == [400] * 4
 
 
+@foreign_or_not
+def test_an_empty_batch_stays_on_its_device(kind):
+    """Arrays without elements have no memory to tell a device by: DLPack's word counts."""
+    problem = make_problem("kda", B=0, P=3, H=1, HV=2, K=16, V=8, dtype="float32")
+    with machine(gpus=2) as cupy:
+        out, _ = kda_packed_decode(**there(problem, 1, kind))
+        assert (out.shape, out.data.device_id) == ((0, 1, 2, 8), 1)
+        assert {device for _, device, _ in cupy.log} == {1}
+        assert "launch" not in {what for what, _, _ in cupy.log}
+
+
 def test_views_carry_the_device_of_their_memory():
     with machine(gpus=4):
         view = bridge.adopt("a", Abroad(np.ones((2, 3), np.float32), CUDA, 3))
