@@ -21,7 +21,7 @@ from rich.console import Console
 from rich.table import Table
 
 from kda_cupy import bridge
-from kda_cupy.bench.cases import OPERATIONS, PRESETS, Case, make_inputs, random_array
+from kda_cupy.bench.cases import PRESETS, Case, random_array
 from kda_cupy.dtypes import BFLOAT16, by_name
 from kda_cupy.gpu import require_gpu
 from kda_cupy.launch import bind
@@ -134,13 +134,8 @@ def _problems(case: Case) -> list[tuple[Callable[..., Any], Operands]]:
     rng = np.random.default_rng(0)
     slots = 1 + np.arange(case.B, dtype=np.int32)
     state = np.zeros((case.B + 1, case.HV, case.V, case.K), np.float32)
-    decode = make_inputs(case, case.B, rng)._asdict() | {
-        "initial_state": state,
-        "ssm_state_indices": slots,
-        "out": np.zeros((case.B, 1, case.HV, case.V), by_name(case.dtype)),
-        "lower_bound": case.lower_bound,
-    }
-    found = [(OPERATIONS[case.op], decode)]
+    decode = packed_decode.kda_packed_decode if case.op == "kda" else packed_decode.gdn_packed_decode
+    found: list[tuple[Callable[..., Any], Operands]] = [(decode, _decode_operands(case, state, slots, rng))]
     if case.op == "kda" and case.K == case.V == DIM:
         verify = _verify_operands(case, state, slots, rng)
         found += [
@@ -148,6 +143,22 @@ def _problems(case: Case) -> list[tuple[Callable[..., Any], Operands]]:
             (commit.kda_commit, _commit_operands(case, verify)),
         ]
     return found
+
+
+def _decode_operands(case: Case, state: Any, slots: Any, rng: np.random.Generator) -> Operands:
+    kind, gates = by_name(case.dtype), case.HV * case.K if case.op == "kda" else case.HV
+    width = 2 * case.H * case.K + case.HV * case.V
+    return {
+        "mixed_qkv": random_array(rng, (case.B, width)).astype(kind),
+        "a": random_array(rng, (case.B, gates)).astype(kind),
+        "b": random_array(rng, (case.B, case.HV)).astype(kind),
+        "A_log": rng.uniform(-2, 1, case.HV).astype(np.float32),
+        "dt_bias": random_array(rng, (gates,)),
+        "initial_state": state,
+        "ssm_state_indices": slots,
+        "out": np.zeros((case.B, 1, case.HV, case.V), kind),
+        "lower_bound": case.lower_bound,
+    }
 
 
 def _verify_operands(case: Case, state: Any, slots: Any, rng: np.random.Generator) -> Operands:

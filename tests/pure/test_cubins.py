@@ -11,11 +11,12 @@ import pytest
 from fake_cupy import fake_cubin, machine
 
 from kda_cupy import CompileError, cubins, modules, sources
-from kda_cupy.config import CommitConfig, PackedDecodeConfig, YardstickConfig
+from kda_cupy.config import CommitConfig, PackedDecodeConfig
 
 CONFIG = PackedDecodeConfig(
     True, False, 128, 128, "bfloat16", "bfloat16", "bfloat16", "float32", "float32", True, 160
 )
+OTHER = CommitConfig(8, "bfloat16", 1000)
 CODE = fake_cubin("packed")
 
 
@@ -206,12 +207,12 @@ def test_the_runtime_takes_what_is_there_and_compiles_the_rest(place):
     path = cubins.store(CONFIG, "sm_90", CODE, place)
     with machine() as cupy:
         kernel = modules.get_kernel(CONFIG, 0)
-        other = modules.get_kernel(YardstickConfig(128, 128, 56), 0)
+        other = modules.get_kernel(OTHER, 0)
         assert modules.get_kernel(CONFIG, 0) is kernel
     assert (kernel.compiled_ahead, other.compiled_ahead) == (path.name, "")
     assert [entry for entry in cupy.log if entry[0] in ("load", "compile")] == [
         ("load", 0, str(path)),
-        ("compile", 0, "read_write"),
+        ("compile", 0, "commit"),
     ]
     assert kernel.variant == CONFIG.variant
     assert kernel.source_digest == sources.digest("packed_decode.cu")
@@ -253,7 +254,7 @@ def test_kernels_compiled_ahead_need_no_compiler(place):
     with machine(fail=failing(RuntimeError("Failed to find CUDA headers"))):
         assert modules.get_kernel(CONFIG, 0).compiled_ahead
         with pytest.raises(CompileError):
-            modules.get_kernel(YardstickConfig(128, 128, 56), 0)
+            modules.get_kernel(OTHER, 0)
 
 
 def test_threads_that_start_together_load_once(place):

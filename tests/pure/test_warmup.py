@@ -10,8 +10,17 @@ from fake_cupy import fake_cubin, machine, on_gpu
 from mtp_problems import commit_operands, make_mtp
 from problems import make_problem
 
-from kda_cupy import cubins, kda_commit, kda_decode_mtp, modules, nvrtc, warmup
-from kda_cupy.bench.cases import OPERATIONS, PRESETS
+from kda_cupy import (
+    cubins,
+    gdn_packed_decode,
+    kda_commit,
+    kda_decode_mtp,
+    kda_packed_decode,
+    modules,
+    nvrtc,
+    warmup,
+)
+from kda_cupy.bench.cases import PRESETS
 from kda_cupy.cli import main
 
 KNOWN = ["sm_75", "sm_80", "sm_90", "sm_100"]
@@ -46,7 +55,7 @@ def same(problem):
 
 def requested(case):
     """The configurations that calls with a model's geometry ask for."""
-    op = OPERATIONS[case.op]
+    op = {"kda": kda_packed_decode, "gdn": gdn_packed_decode}[case.op]
     shape = {"H": case.H, "HV": case.HV, "K": case.K, "V": case.V, "dtype": case.dtype}
     common = {"B": 1, "P": 2, "slots": [1], "lower_bound": case.lower_bound}
     with machine():
