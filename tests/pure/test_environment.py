@@ -800,6 +800,9 @@ def test_kernels_compiled_ahead_are_counted(tmp_path, monkeypatch):
         first.name: "it was cut short or changed",
         "other.cubin": "its name is not one that kda-cupy gives",
     }
+    with monkeypatch.context() as patch:  # no probe raises, whatever is missing from an installation
+        patch.setattr("kda_cupy.sources.kernel_names", lambda: [].index(0))
+        assert (probe_compiled_ahead().outdated, probe_compiled_ahead().kernels) == (5, {})
     monkeypatch.setattr("kda_cupy.sources.digest", lambda name: "0" * 16)
     assert (probe_compiled_ahead().outdated, probe_compiled_ahead().kernels) == (5, {})
 
