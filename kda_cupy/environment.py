@@ -282,7 +282,8 @@ def probe_compiled_ahead() -> CompiledAhead:
     """Look at every file of the folder; what is not named like a kernel of ours is none of ours."""
     place = cubins.folder()
     kernels, outdated, damaged = Counter[str](), 0, {}
-    digests = attempt(lambda: {sources.digest(name) for name in sources.kernel_names()})
+    current = attempt(lambda: {sources.digest(name) for name in sources.kernel_names()})
+    digests = set() if isinstance(current, Unavailable) else current
     exists = attempt(place.is_dir) is True
     found = attempt(lambda: sorted(place.glob("*.cubin"))) if exists else []
     for path in [] if isinstance(found, Unavailable) else found:
