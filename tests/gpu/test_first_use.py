@@ -81,7 +81,7 @@ def start(folder, *words, paths=(), hide_nvrtc=False, **variables):
     """The script in a process of its own, with an empty cache of CuPy's unless told otherwise."""
     places = [*map(str, paths), str(ROOT), str(ROOT / "tests")]
     dropped = ("CUPY_CACHE_DIR", "CUPY_CACHE_IN_MEMORY", cubins.VARIABLE)
-    dropped += ("CUDA_PATH", "CUDA_HOME", "LD_LIBRARY_PATH") if hide_nvrtc else ()
+    dropped += ("CUDA_PATH", "CUDA_HOME") if hide_nvrtc else ()
     inherited = {name: value for name, value in os.environ.items() if name not in dropped}
     cache = {"CUPY_CACHE_DIR": str(folder / "cupy")}
     isolated = ["-I", "-S"] if hide_nvrtc else []
