@@ -19,11 +19,11 @@ import click
 
 from kda_cupy import cubins, nvrtc, sources
 from kda_cupy.bench.cases import PRESETS, Case
+from kda_cupy.compile_errors import explain
 from kda_cupy.config import OPTIONS, CommitConfig, KernelConfig, MtpVerifyConfig, PackedDecodeConfig, room_for
 from kda_cupy.dtypes import C_NAMES
 from kda_cupy.errors import KdaError, error
 from kda_cupy.gpu import compute_capability, require_gpu
-from kda_cupy.modules import explain
 from kda_cupy.ops import mtp_params, packed_decode
 from kda_cupy.ops.mtp_checks import DIM, MAX_TOKENS
 

@@ -10,8 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from kda_cupy import CompileError, KdaError, cubins, modules, nvrtc, sources, warmup
+from kda_cupy import CompileError, KdaError, cubins, nvrtc, sources, warmup
 from kda_cupy.bench.cases import PRESETS
+from kda_cupy.compile_errors import explain
 from kda_cupy.config import OPTIONS
 
 try:
@@ -103,7 +104,7 @@ def test_what_cupy_really_raises_is_understood(cupy_compile, what, code, tmp_pat
             source = "int x = nonsense;\n"
     with pytest.raises(Exception) as caught:
         cupy_compile(config, capability, source=source)
-    told = modules.explain(caught.value, config, lambda: "this machine")
+    told = explain(caught.value, config, lambda: "this machine")
     assert isinstance(told, KdaError), repr(caught.value)
     assert told.code == code, repr(caught.value)
 
