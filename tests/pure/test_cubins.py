@@ -154,6 +154,14 @@ def test_damaged_files_are_told_and_passed_over(place, how):
     assert str(path) in str(caught[0].message)
 
 
+@pytest.mark.parametrize("code", [b"", b"#!/bin/sh\n", CODE[:18] + (62).to_bytes(2, "little") + CODE[20:]])
+def test_a_right_digest_makes_no_machine_code(place, code):
+    """A shell script, or the program of a CPU, under a name that fits it."""
+    cubins.store(CONFIG, "sm_90", code, place)
+    with pytest.warns(RuntimeWarning, match="it holds no machine code for an NVIDIA GPU"):
+        assert cubins.find(CONFIG, "sm_90") is None
+
+
 def test_a_whole_file_beside_a_damaged_one_is_used(place):
     bad, good = sorted(cubins.store(CONFIG, "sm_90", fake_cubin(text), place) for text in ("one", "two"))
     damaged(bad, "cut short")
