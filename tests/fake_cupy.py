@@ -89,7 +89,8 @@ class Stream:
         self.device, self.ptr, self.capturing, self._log = device, 0x1000 * device, False, log
         self.events: list[Event] = []
 
-    def record(self, event: Event) -> Event:
+    def record(self, event: Event | None = None) -> Event:
+        event = Event() if event is None else event
         assert _here.devices[-1] == self.device, "CUDA refuses to record on a stream of another device"
         self._log.append(("record", self.device, ""))
         event.device = self.device
@@ -205,10 +206,10 @@ def machine(
     compiled; raises what CuPy would. fail_to_load: the same for one that was compiled ahead. wheels: of CuPy, that are
     installed. What the package remembers of GPUs is put aside and comes back afterwards.
     """
-    real, remembered = sys.modules.get("cupy"), (dict(modules._kernels), dict(guard._records))
+    real, remembered = sys.modules.get("cupy"), [dict(memory) for memory in _MEMORIES]
     real_wheels, gpu.installed_wheels = gpu.installed_wheels, lambda: dict.fromkeys(wheels, "14.2.0")
     fake = _module(gpus, capability, driver, fail, fail_to_load) if cupy else None
-    _forget({}, {})
+    _forget([{} for _ in _MEMORIES])
     sys.modules["cupy"] = fake  # type: ignore[assignment]
     try:
         yield fake
@@ -218,14 +219,19 @@ def machine(
             del sys.modules["cupy"]
         else:
             sys.modules["cupy"] = real
-        _forget(*remembered)
+        _forget(remembered)
 
 
-def _forget(kernels: dict[Any, Any], records: dict[int, Any]) -> None:
-    for operation in (packed_decode, mtp_verify, commit):
-        operation.check.cache_clear()
+_MEMORIES: tuple[dict[Any, Any], ...] = (modules._kernels, guard._records, bridge._in_flight)
+"""What the package remembers of GPUs."""
+_CHECKS = (packed_decode.check, mtp_verify.check, commit.check)
+"""Their plans remember kernels."""
+
+
+def _forget(contents: list[dict[Any, Any]]) -> None:
+    for check in _CHECKS:
+        check.cache_clear()
     bridge._cupy.cache_clear()
-    bridge._in_flight.clear()
-    for memory, content in ((modules._kernels, kernels), (guard._records, records)):
+    for memory, content in zip(_MEMORIES, contents, strict=True):
         memory.clear()
         memory.update(content)
