@@ -113,7 +113,7 @@ def _module(
 ) -> ModuleType:
     cupy = ModuleType("cupy")
     log = cupy.log = []
-    streams = [Stream(device, log) for device in range(max(gpus, 1))]
+    queues = [Stream(device, log) for device in range(max(gpus, 1))]
 
     class Device:
         def __init__(self, number: int | None = None) -> None:
@@ -152,7 +152,7 @@ def _module(
         return on_gpu(np.zeros(shape, dtype), _here.devices[-1])
 
     cupy.__version__ = "14.2.0"
-    cupy.streams = streams
+    cupy.streams = queues
     cupy.ndarray = ndarray
     cupy.is_available = lambda: gpus > 0 and driver >= 13000  # as CuPy answers for an old driver
     cupy.asarray = lambda values: on_gpu(np.array(values), _here.devices[-1])
@@ -166,7 +166,7 @@ def _module(
         UnownedMemory=lambda address, size, owner, device: SimpleNamespace(
             ptr=address, size=size, owner=owner, device_id=device
         ),
-        get_current_stream=lambda: streams[_here.devices[-1]],
+        get_current_stream=lambda: queues[_here.devices[-1]],
         runtime=SimpleNamespace(
             getDevice=lambda: _here.devices[-1],
             getDeviceCount=lambda: gpus,
