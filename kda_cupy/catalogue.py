@@ -2052,7 +2052,7 @@ _COMPILER: Final = (
             "Run `kda-cupy doctor`, which shows the versions of driver, CuPy and NVRTC.",
         ),
         before="pool = kda_cupy.StatePool(8, HV, K, V)",
-        after="# update the driver, and in a new Python:\npool = kda_cupy.StatePool(8, HV, K, V)",
+        after=f"# update the driver, and in a new Python:\n{_CALL_ON_GPU}",
         related=("KDA-COMPILER-NO-GPU", "KDA-COMPILER-ARCH"),
         needs="a GPU, and before the fix an old driver",
     ),
