@@ -48,6 +48,10 @@ _DTYPES: Final = {
 _READ_ONLY_FLAG: Final = 1
 _COPIED_FLAG: Final = 2
 _MAJOR_VERSION: Final = 1
+_WISHES: Final[tuple[dict[str, Any], ...]] = (
+    {"max_version": (_MAJOR_VERSION, 0), "copy": False},
+    {"max_version": (_MAJOR_VERSION, 0)},  # early producers of DLPack 1.0; those from before it know neither
+)
 _NO_ORDERING: Final = -1
 _LEGACY_DEFAULT_STREAM: Final = 1
 
@@ -163,8 +167,11 @@ def _adopt(name: str, array: Any, place: int, written: bool) -> Any:
         kind = f"{type(array).__qualname__} with its negative bit set"
         raise error("KDA-ARRAY-KIND", operand=name, got=kind)
     capsule = _export(name, array) if place == HOST else _export_on_gpu(name, array, place)
-    tensor, read_only = _read(name, capsule)
-    read_only = read_only or _is_immutable(array)
+    tensor, flags = _read(name, capsule)
+    read_only = bool(flags) or _is_immutable(array)
+    if flags & _COPIED_FLAG and not written:
+        kind = f"{type(array).__qualname__}, which hands out a copy of itself"
+        raise error("KDA-ARRAY-KIND", operand=name, got=kind)
     if written and read_only:
         raise error(
             "KDA-ARRAY-READ-ONLY", operand=name, got=f"{type(array).__qualname__} in read-only memory"
@@ -184,12 +191,18 @@ def _refusal(name: str, array: Any, cause: Exception) -> KdaError:
 
 
 def _export(name: str, array: Any, stream: int | None = None) -> Any:
-    """Ask for a versioned capsule; producers from before DLPack 1.0 know no ``max_version``."""
+    """Ask for a versioned capsule of the array's own memory, and older producers for what they know to give.
+
+    A copy would be made on every call, and a bound call would never see what is written to the original later.
+    """
+    ordering = {} if stream is None else {"stream": stream}
     try:
-        try:
-            return array.__dlpack__(stream=stream, max_version=(_MAJOR_VERSION, 0))
-        except TypeError:
-            return array.__dlpack__(stream=stream)
+        for wish in _WISHES:
+            try:
+                return array.__dlpack__(**ordering, **wish)
+            except TypeError:
+                continue
+        return array.__dlpack__(**ordering)
     except Exception as cause:  # whatever a producer raises is its way to refuse
         raise _refusal(name, array, cause) from cause
 
@@ -210,15 +223,15 @@ def _cupy() -> Any:
     return require_gpu()
 
 
-def _read(name: str, capsule: Any) -> tuple[_Tensor, bool]:
-    """The tensor in a capsule, and whether what is written to it would be lost."""
+def _read(name: str, capsule: Any) -> tuple[_Tensor, int]:
+    """The tensor in a capsule, and the flags that keep it from being written to: read-only, copied."""
     kind = _capsule_name(capsule) if type(capsule).__name__ == "PyCapsule" else None
     if kind == b"dltensor":
-        return _Tensor.from_address(_capsule_pointer(capsule, kind)), False
+        return _Tensor.from_address(_capsule_pointer(capsule, kind)), 0
     if kind == b"dltensor_versioned":
         managed = _Versioned.from_address(_capsule_pointer(capsule, kind))
         if managed.major == _MAJOR_VERSION:
-            return managed.tensor, bool(managed.flags & (_READ_ONLY_FLAG | _COPIED_FLAG))
+            return managed.tensor, managed.flags & (_READ_ONLY_FLAG | _COPIED_FLAG)
         raise error("KDA-ARRAY-KIND", operand=name, got=f"DLPack version {managed.major}.{managed.minor}")
     # Used capsules end here too: their memory belongs to somebody else by now.
     handed_out = f"a capsule named {kind.decode()}" if kind else type(capsule).__name__
@@ -323,8 +336,8 @@ def hand_back(caller: Any, native: Any) -> Any:
         return library.from_dlpack(native)
 
 
-_in_flight: deque[tuple[Any, Any]] = deque()
-"""Events of launches on foreign memory, and what they work on: not to be freed before."""
+_in_flight: dict[int, deque[tuple[Any, Any]]] = {}
+"""By device: events of launches on foreign memory, and what they work on, which is not to be freed before."""
 _in_flight_lock = threading.Lock()
 
 
@@ -345,9 +358,10 @@ def after_launch(device: int, operands: Any) -> None:
         done = ours.record(cupy.cuda.Event(disable_timing=True))
         finished = []  # freed outside the lock
         with _in_flight_lock:
-            while _in_flight and _in_flight[0][0].done:
-                finished.append(_in_flight.popleft())
-            _in_flight.append((done, operands))
+            waiting = _in_flight.setdefault(device, deque())
+            while waiting and waiting[0][0].done:
+                finished.append(waiting.popleft())
+            waiting.append((done, operands))
         torch = sys.modules.get("torch")
         if torch is not None and torch.cuda.is_initialized():
             theirs = torch.cuda.current_stream(device).cuda_stream

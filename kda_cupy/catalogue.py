@@ -1646,9 +1646,9 @@ _ARRAYS: Final = (
         words="`{operand}` is written in place and must be writable",
         cure="Pass a writable copy, and keep the copy: the update is in it",
         meaning=(
-            "The operations update states in place and write to `out`. Arrays marked read-only, JAX arrays (which "
-            "are immutable) and producers that hand out copies cannot take the update. As inputs they are all "
-            "welcome."
+            "The operations update states in place and write to `out`. Arrays marked read-only and JAX arrays (which "
+            "are immutable) cannot take the update, and are welcome as inputs. A producer that hands out a copy of "
+            "itself would lose it."
         ),
         when=(
             "A JAX array was passed as the pool or as `out`.",
@@ -1677,6 +1677,7 @@ _ARRAYS: Final = (
             "A list, a number or None was passed where an array belongs.",
             "The array lives on another kind of device: ROCm, Metal, a TPU.",
             "Its library refused to export it: a sparse, quantised or lazily conjugated tensor.",
+            "Its library hands out a copy on every call, which a bound call would go on reading.",
         ),
         solutions=(
             "Convert it: np.asarray(x), or cupy.asarray(x) for the GPU.",
@@ -2011,7 +2012,6 @@ _COMPILER: Final = (
             "The machine has no NVIDIA GPU, or no driver for it.",
             "A container was started without --gpus all.",
             "CUDA_VISIBLE_DEVICES is empty.",
-            "The driver is older than the CUDA version of the CuPy wheel.",
         ),
         solutions=(
             "Run `kda-cupy doctor` and do what stands beside the fault.",
@@ -2020,7 +2020,7 @@ _COMPILER: Final = (
         ),
         before="pool = kda_cupy.StatePool(8, HV, K, V)",
         after='pool = kda_cupy.StatePool(8, HV, K, V, device="cpu")',
-        related=("KDA-COMPILER-NO-CUPY", "KDA-COMPILER-ARCH"),
+        related=("KDA-COMPILER-NO-CUPY", "KDA-COMPILER-DRIVER"),
         needs="a machine without a GPU, with CuPy",
     ),
     Page(
@@ -2095,6 +2095,28 @@ _COMPILER: Final = (
         needs="a GPU, and before the fix an NVRTC that does not know it",
     ),
     Page(
+        code="KDA-COMPILER-OLD-GPU",
+        exception=CompileError,
+        words="The kernel {variant} needs a GPU of compute capability {needed} or newer",
+        cure="Run it on a newer GPU, or on NumPy arrays",
+        meaning=(
+            "Verify and commit multiply on tensor cores in TF32, which came with Ampere (8.0: A100, RTX 30). The "
+            "packed decodes run on older GPUs too, in float16 and float32; nobody tests them there."
+        ),
+        when=("kda_decode_mtp or kda_commit was called on a V100 (7.0) or T4 (7.5).",),
+        solutions=(
+            "Decode token by token with kda_packed_decode on this GPU.",
+            "Run on a GPU of compute capability 8.0 or newer.",
+        ),
+        before=(
+            "import cupy\n\nverify = {name: cupy.asarray(value) for name, value in verify.items()}\n"
+            f"{_VERIFY_CALL}"
+        ),
+        after=_VERIFY_CALL,
+        related=("KDA-ARRAY-BF16-SUPPORT", "KDA-COMPILER-ARCH"),
+        needs="a GPU older than compute capability 8.0",
+    ),
+    Page(
         code="KDA-COMPILER-CACHE",
         exception=CompileError,
         words="CuPy cannot use its cache folder for compiled kernels",
@@ -2114,8 +2136,81 @@ _COMPILER: Final = (
         ),
         before=_CALL_ON_GPU,
         after=f'import os\n\nos.environ["CUPY_CACHE_DIR"] = "/tmp/kernels"\n{_CALL_ON_GPU}',
-        related=("KDA-COMPILER-COMPILE",),
+        related=("KDA-COMPILER-TMPDIR", "KDA-COMPILER-COMPILE"),
         needs="a GPU, and before the fix a home folder that cannot be written to",
+    ),
+    Page(
+        code="KDA-COMPILER-TWO-CUPY",
+        exception=NoGpuError,
+        words="More than one CuPy wheel is installed, and they overwrite each other's files",
+        cure=(
+            "Remove them all, pip uninstall -y {wheels}, and install one: pip install 'kda-cupy[cu13]' (a driver for "
+            "CUDA 12: 'kda-cupy[cu12]')"
+        ),
+        meaning=(
+            "Every CuPy wheel installs the same package `cupy`, for one CUDA version each. The one installed last "
+            "wins file by file, so libraries of two CUDA versions are mixed. Sometimes that works; here it did not."
+        ),
+        when=(
+            "Another package asks for a CuPy wheel of its own, such as cupy-cuda12x.",
+            "The driver was updated, and the wheel for it was installed over the old one.",
+        ),
+        solutions=(
+            "Remove all of them before one is installed anew: to remove one takes files of the other along.",
+            "Run `kda-cupy doctor`: it lists the wheels and names the one that suits the driver.",
+        ),
+        before=_CALL_ON_GPU,
+        after=f"# pip uninstall -y cupy-cuda12x cupy-cuda13x; pip install 'kda-cupy[cu13]'\n{_CALL_ON_GPU}",
+        related=("KDA-COMPILER-NO-CUPY", "KDA-COMPILER-NVRTC"),
+        needs="a GPU, and before the fix two CuPy wheels",
+    ),
+    Page(
+        code="KDA-COMPILER-DRIVER",
+        exception=NoGpuError,
+        words="The NVIDIA driver is older than the CUDA version that CuPy or NVRTC is made for",
+        cure="Update the driver (580 or newer for CUDA 13), or install CuPy for it: pip install 'kda-cupy[cu12]'",
+        meaning=(
+            "A driver runs programs and machine code of its own CUDA version's major number and of older ones. Within "
+            "one major number any minor one will do."
+        ),
+        when=(
+            "kda-cupy[cu13] was installed where the driver is one for CUDA 12.",
+            "CuPy suits the driver, but a newer NVRTC, which another package brought along, was found first.",
+            "A container with a new toolkit runs on a host with an old driver.",
+        ),
+        solutions=(
+            "Update the driver of the host; containers use that one too.",
+            "Or: pip uninstall -y cupy-cuda13x nvidia-cuda-nvrtc, then pip install 'kda-cupy[cu12]'.",
+            "Run `kda-cupy doctor`, which shows the versions of driver, CuPy and NVRTC.",
+        ),
+        before="pool = kda_cupy.StatePool(8, HV, K, V)",
+        after=f"# update the driver, and in a new Python:\n{_CALL_ON_GPU}",
+        related=("KDA-COMPILER-NO-GPU", "KDA-COMPILER-ARCH"),
+        needs="a GPU, and before the fix an old driver",
+    ),
+    Page(
+        code="KDA-COMPILER-TMPDIR",
+        exception=CompileError,
+        words="CuPy cannot use the folder for temporary files, where it puts the source of a kernel",
+        cure="Set TMPDIR to a folder that can be written to and whose name is plain ASCII",
+        meaning=(
+            "CuPy writes the source to a temporary file and hands its name to the compiler as UTF-8. A folder that "
+            "is full or read-only, or whose name has no spelling in UTF-8, cannot serve. Names in any script are "
+            "fine where Python runs in a UTF-8 locale."
+        ),
+        when=(
+            "TMPDIR has characters beyond ASCII, and the locale is C or POSIX.",
+            "The root file system of a container is read-only, /tmp included.",
+            "/tmp is full.",
+        ),
+        solutions=(
+            "Set TMPDIR before Python starts: export TMPDIR=/var/tmp.",
+            "Or set CUPY_CACHE_IN_MEMORY=1: no files then, and kernels are compiled at every start.",
+        ),
+        before=_CALL_ON_GPU,
+        after=f"# export TMPDIR=/var/tmp, and in a new Python:\n{_CALL_ON_GPU}",
+        related=("KDA-COMPILER-CACHE",),
+        needs="a GPU, and before the fix a TMPDIR that will not do",
     ),
     Page(
         code="KDA-COMPILER-COMPILE",

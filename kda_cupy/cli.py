@@ -18,6 +18,7 @@ from kda_cupy.doctor import doctor
 from kda_cupy.error_pages import errors
 from kda_cupy.errors import KdaError
 from kda_cupy.gpu import choose_backend
+from kda_cupy.warmup import warmup
 
 #: Contract: up to 16 chained tokens, state and (in float32) output. Half types: the rounding of the output alone.
 CHAINED_BOUND = 1e-5
@@ -86,5 +87,5 @@ def _to_and_from(backend: str) -> tuple[Callable[[Any], Any], Callable[[Any], An
     return cupy.asarray, cupy.asnumpy
 
 
-for command in (bench, doctor, errors):
+for command in (bench, doctor, errors, warmup):
     main.add_command(command)

@@ -12,6 +12,9 @@ from typing import Final, Protocol
 
 from kda_cupy.dtypes import C_NAMES, by_name
 
+OPTIONS = ("--std=c++17",)
+"""Of the compiler, beside a configuration's macros. CuPy adds ``-arch`` for the device at hand and ``-ftz=true``."""
+
 
 class KernelConfig(Protocol):
     """What the module cache needs to know of a kernel. Implementations are hashable."""

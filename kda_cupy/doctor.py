@@ -13,6 +13,7 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from functools import partial
+from pathlib import Path
 from typing import Literal
 
 import click
@@ -139,6 +140,17 @@ def _through_cupy(found: Environment, value: str, complaint: str) -> Verdict:
     return "fault", f"{complaint}: {value}", _toolkit(found)
 
 
+def _headers(found: Environment) -> Verdict:
+    status, detail, cure = _through_cupy(found, found.headers, "CuPy compiles nothing without them")
+    version, nvrtc = found.headers_version, found.nvrtc
+    if status != "ok" or isinstance(version, Unavailable) or isinstance(nvrtc, Unavailable):
+        return status, detail, cure
+    if _numbers(version)[0] != _numbers(nvrtc)[0]:
+        # Nothing of ours includes them; CuPy's own kernels do, and may not compile.
+        return "note", f"{detail}, of CUDA {version} beside NVRTC {nvrtc}; the kernels here include none", ""
+    return "ok", f"{detail}, of CUDA {version}", ""
+
+
 def _numpy(found: Environment) -> Verdict:
     if isinstance(found.numpy, Unavailable) or _numbers(found.numpy) < _numbers(OLDEST_NUMPY):
         detail = f"{found.numpy}, but CuPy has bfloat16 only with {OLDEST_NUMPY} or newer"
@@ -161,6 +173,33 @@ def _cache(found: Environment) -> Verdict:
     return "ok", f"{cache.folder}, {size if cache.exists else 'to be made at first use'}", ""
 
 
+def _temporary(found: Environment) -> Verdict:
+    if isinstance(found.temporary_folder, Unavailable):
+        return "fault", f"{found.temporary_folder}; CuPy compiles through it", "export TMPDIR=/var/tmp"
+    return "ok", found.temporary_folder, ""
+
+
+def _compiled_ahead(found: Environment) -> Verdict:
+    ahead = found.compiled_ahead
+    if not ahead.exists:
+        if ahead.named:
+            detail = f"KDA_CUPY_CUBINS names {ahead.folder}, where there is no folder"
+            return "fault", detail, "unset KDA_CUPY_CUBINS\nor make it: kda-cupy warmup --preset MODEL"
+        return "ok", "none; kernels are compiled at first use", ""
+    if ahead.damaged:
+        name, why = next(iter(ahead.damaged.items()))
+        more = f", and {len(ahead.damaged) - 1} more" if len(ahead.damaged) > 1 else ""
+        detail = f"{Path(ahead.folder) / name} is not used, for {why}{more}"
+        return "fault", detail, "kda-cupy warmup --preset MODEL\nor remove the file"
+    listed = ", ".join(f"{count} for {arch}" for arch, count in sorted(ahead.kernels.items()))
+    stale = f", {ahead.outdated} of another version of the sources" if ahead.outdated else ""
+    detail = f"{ahead.folder}: {listed or 'none'}{stale}"
+    here = {f"sm_{_architecture(gpu)}" for gpu in _capable(found)}
+    if here and not here & ahead.kernels.keys():
+        return "note", f"{detail}; none for a GPU of this machine", ""
+    return "ok", detail, ""
+
+
 CHECKS: dict[str, Callable[[Environment], Verdict]] = {
     "GPU": _gpu,
     "driver": _driver,
@@ -168,10 +207,12 @@ CHECKS: dict[str, Callable[[Environment], Verdict]] = {
     "CuPy": _cupy,
     "CUDA runtime": lambda found: _through_cupy(found, found.runtime, "none"),
     "NVRTC": lambda found: _through_cupy(found, found.nvrtc, "cannot be loaded"),
-    "CUDA headers": lambda found: _through_cupy(found, found.headers, "CuPy compiles nothing without them"),
+    "CUDA headers": _headers,
     "NumPy": _numpy,
     "ml_dtypes": _ml_dtypes,
     "kernel cache": _cache,
+    "TMPDIR": _temporary,
+    "precompiled": _compiled_ahead,
 }
 
 

@@ -16,6 +16,7 @@ import subprocess
 import sys
 import tempfile
 import warnings
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
@@ -23,12 +24,13 @@ from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
+from kda_cupy import cubins, sources
+from kda_cupy.gpu import cuda_version, installed_wheels
+
 T = TypeVar("T")
 
 CHECKOUT = Path(__file__).parents[1]
 """The clone, if this is one."""
-CUPY_WHEELS = ("cupy", "cupy-cuda11x", "cupy-cuda12x", "cupy-cuda13x")
-"""Distributions that all install the package ``cupy``, over one another."""
 _VARIABLES = re.compile(r"(CUDA|CUPY|KDA_CUPY)_\w+|LD_LIBRARY_PATH|NVIDIA_VISIBLE_DEVICES")
 
 
@@ -66,6 +68,22 @@ class Cache:
 
 
 @dataclass(frozen=True, slots=True)
+class CompiledAhead:
+    """The folder that ``kda-cupy warmup`` fills."""
+
+    folder: str
+    named: bool
+    """By the variable KDA_CUPY_CUBINS; else it is the one inside the package."""
+    exists: bool
+    kernels: dict[str, int]
+    """How many whole kernels from the sources of this version, by architecture (``"sm_90"``)."""
+    outdated: int
+    """Whole, but made from other sources: never loaded."""
+    damaged: dict[str, str]
+    """Why they are not used, by name."""
+
+
+@dataclass(frozen=True, slots=True)
 class Environment:
     """What decides whether kernels run here, and how fast. Every ``str`` may be an :class:`Unavailable`."""
 
@@ -94,8 +112,13 @@ class Environment:
     """Compute capabilities that NVRTC compiles for: 90 is 9.0."""
     headers: str
     """Folder with the CUDA headers that CuPy uses."""
+    headers_version: str
+    """The CUDA version that they say they are of."""
     gpus: list[Gpu] | Unavailable
     cache: Cache
+    temporary_folder: str
+    """Where CuPy writes the source of a kernel that is compiled; an Unavailable also if it would fail to."""
+    compiled_ahead: CompiledAhead
     variables: dict[str, str]
 
 
@@ -131,8 +154,11 @@ def probe(devices: Iterable[int] | None = None) -> Environment:
         nvrtc=ask(lambda cupy: ".".join(map(str, cupy.cuda.nvrtc.getVersion()))),
         nvrtc_architectures=ask(lambda cupy: list(cupy.cuda.nvrtc.getSupportedArchs())),
         headers=attempt(_cuda_headers),
+        headers_version=attempt(lambda: _headers_version(Path(_cuda_headers()))),
         gpus=ask(partial(probe_gpus, devices=devices)),
         cache=probe_cache(os.environ),
+        temporary_folder=attempt(_temporary_folder),
+        compiled_ahead=probe_compiled_ahead(),
         variables={name: value for name, value in sorted(os.environ.items()) if _VARIABLES.fullmatch(name)},
     )
 
@@ -159,17 +185,6 @@ def load_cupy() -> Any:
         warnings.simplefilter("ignore")  # that there are two wheels is the doctor's to say
         import cupy
     return cupy
-
-
-def cuda_version(number: int) -> str:
-    """Spell a version out as CUDA counts it: 12040 is 12.4."""
-    return f"{number // 1000}.{number % 1000 // 10}"
-
-
-def installed_wheels(version: Callable[[str], str] = importlib.metadata.version) -> dict[str, str]:
-    """CuPy distributions that are installed, and their versions."""
-    found = {name: attempt(partial(version, name)) for name in CUPY_WHEELS}
-    return {name: version for name, version in found.items() if not isinstance(version, Unavailable)}
 
 
 def probe_driver(load: Callable[[str], Any] = ctypes.CDLL) -> tuple[str, int | Unavailable]:
@@ -242,6 +257,45 @@ def _cuda_headers() -> str:
     if folder is None:
         raise FileNotFoundError("not found")
     return str(folder)
+
+
+def _headers_version(folder: Path) -> str:
+    text = (folder / "cuda_runtime_api.h").read_text(encoding="utf-8", errors="replace")
+    found = re.search(r"^#define CUDART_VERSION +(\d+)", text, re.MULTILINE)
+    if found is None:
+        raise ValueError("cuda_runtime_api.h does not say")
+    return cuda_version(int(found[1]))
+
+
+def _temporary_folder() -> str:
+    """As tempfile chooses it, if a name in it can be handed to the compiler: CuPy spells names in UTF-8."""
+    folder = tempfile.gettempdir()
+    try:
+        folder.encode()
+    except UnicodeEncodeError:
+        raise ValueError(f"{folder!r} has no spelling in UTF-8") from None
+    _write_to(Path(folder))
+    return folder
+
+
+def probe_compiled_ahead() -> CompiledAhead:
+    """Look at every file of the folder; what is not named like a kernel of ours is none of ours."""
+    place = cubins.folder()
+    kernels, outdated, damaged = Counter[str](), 0, {}
+    current = attempt(lambda: {sources.digest(name) for name in sources.kernel_names()})
+    digests = set() if isinstance(current, Unavailable) else current
+    exists = attempt(place.is_dir) is True
+    found = attempt(lambda: sorted(place.glob("*.cubin"))) if exists else []
+    for path in [] if isinstance(found, Unavailable) else found:
+        complaint, named = cubins.damage(path), cubins.parse(path)
+        if complaint or named is None:
+            damaged[path.name] = complaint
+        elif named.source in digests:
+            kernels[named.arch] += 1
+        else:
+            outdated += 1
+    named_by_variable = bool(os.environ.get(cubins.VARIABLE))
+    return CompiledAhead(str(place), named_by_variable, exists, dict(kernels), outdated, damaged)
 
 
 @contextmanager

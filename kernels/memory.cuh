@@ -24,22 +24,23 @@ __device__ __forceinline__ float to_float(fp16 x) {
 }
 
 // Round to nearest even; fp32 passes through.
-template <typename To> __device__ __forceinline__ To from_float(float x);
+template <typename To> __device__ __forceinline__ To from_float(float x) {
+    static_assert(sizeof(To) == 0,
+                  "bfloat16 needs compute capability 8.0; the host refuses it by name first");
+}
 template <> __device__ __forceinline__ float from_float<float>(float x) { return x; }
 template <> __device__ __forceinline__ fp16 from_float<fp16>(float x) {
     fp16 y;
     asm("cvt.rn.f16.f32 %0, %1;" : "=h"(y.bits) : "f"(x));
     return y;
 }
+#if __CUDA_ARCH__ >= 800
 template <> __device__ __forceinline__ bf16 from_float<bf16>(float x) {
     bf16 y;
-#if __CUDA_ARCH__ >= 800
     asm("cvt.rn.bf16.f32 %0, %1;" : "=h"(y.bits) : "f"(x));
-#else
-#error "bfloat16 needs compute capability 8.0; the host refuses it by name before it comes to this"
-#endif
     return y;
 }
+#endif
 
 // Four neighbouring elements as floats. kVector says that the address is aligned to all four of them (the host knows:
 // base pointer and row stride); otherwise they are loaded one at a time.

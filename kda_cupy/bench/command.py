@@ -15,6 +15,7 @@ import click
 from kda_cupy import environment
 from kda_cupy.bench import cases, render
 from kda_cupy.bench.cases import Case
+from kda_cupy.bench.host import host
 from kda_cupy.bench.record import Record, make_row
 from kda_cupy.bench.timing import MIN_REPEATS, GpuTimer, HostTimer
 from kda_cupy.dtypes import C_NAMES
@@ -76,6 +77,9 @@ POSITIVE = click.IntRange(min=1)
 @click.group()
 def bench() -> None:
     """Measure the operations on this machine."""
+
+
+bench.add_command(host)
 
 
 @bench.command()

@@ -8,13 +8,26 @@ wrong until it ends.
 
 import gc
 import os
+import sys
 import weakref
 
 import numpy as np
 import pytest
+from mtp_problems import commit_operands, make_mtp
 from problems import POISON, make_problem, out_shape, same_bits, to, to_host, to_library
+from producers import Producer
 
-from kda_cupy import BridgeError, DeviceError, OperandError, StatePool, bind, bridge, is_valid_state
+from kda_cupy import (
+    BridgeError,
+    DeviceError,
+    OperandError,
+    StatePool,
+    bind,
+    bridge,
+    is_valid_state,
+    kda_commit,
+    kda_decode_mtp,
+)
 from kda_cupy import gdn_packed_decode as gdn
 from kda_cupy import kda_packed_decode as kda
 
@@ -26,7 +39,7 @@ OPERATIONS = {"kda": kda, "gdn": gdn}
 DTYPES = ("bfloat16", "float16", "float32")
 INPUTS = ("mixed_qkv", "a", "b", "A_log", "dt_bias", "ssm_state_indices")
 SPIN_CYCLES = 40_000_000  # about 20 ms: far longer than a call takes the host
-ROUNDS = 20
+ROUNDS = 100
 
 SPIN = r"""
 extern "C" __global__ void spin(long long cycles) {
@@ -208,6 +221,77 @@ def test_one_row_of_a_wider_buffer(cuda_torch):
     assert same_bits(out, expected("kda", problem_of(B=1))[0])
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_producer_needs_no_ml_dtypes(cuda_torch, monkeypatch, dtype):
+    """F1: torch has a bfloat16 of its own; only we need NumPy's."""
+    problem = problem_of(dtype=dtype)
+    wanted_out, wanted_state = expected("kda", problem)
+    theirs = to(problem, cuda_torch, "cuda")
+    monkeypatch.setitem(sys.modules, "ml_dtypes", None)
+    out, state = kda(**theirs)
+    monkeypatch.undo()
+    assert same_bits(out, wanted_out)
+    assert same_bits(state, wanted_state)
+
+
+# Any library
+
+
+class OnGpu(Producer):
+    """A CuPy array as a library of our own exports it, from a stream of its own."""
+
+    def __init__(self, array, known, stream=None, **fields):
+        name = b"dltensor_versioned" if "max_version" in known else b"dltensor"
+        likeness = np.lib.stride_tricks.as_strided(np.zeros(1, array.dtype), array.shape, array.strides)
+        place = {"data": array.data.ptr, "device": (2, array.data.device_id)}
+        super().__init__(likeness, name, **place | fields)
+        self.keep, self.known, self.stream = array, known, stream
+
+    def __dlpack__(self, *, stream, **keywords):
+        if keywords.keys() - self.known:
+            raise TypeError(f"unexpected keywords {keywords.keys() - self.known}")
+        if self.stream is not None:
+            cupy.cuda.runtime.streamWaitEvent(stream, self.stream.record().ptr)
+        return super().__dlpack__(stream=stream)
+
+
+KNOWN = {"old": set(), "early": {"max_version"}, "new": {"max_version", "copy", "dl_device"}}
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("age", KNOWN)
+def test_any_producer(age, dtype):
+    problem = problem_of(dtype=dtype, row_padding=4)
+    wanted_out, wanted_state = expected("kda", problem)
+    arrays = to(problem, cupy)
+    theirs = {name: OnGpu(array, KNOWN[age]) for name, array in arrays.items()}
+    out, state = kda(**theirs)
+    assert isinstance(out, cupy.ndarray)
+    assert state is theirs["initial_state"]
+    assert same_bits(out, wanted_out)
+    assert same_bits(arrays["initial_state"], wanted_state)
+
+
+def test_odd_strides_of_one_row_and_read_only_memory():
+    """C6, F6: the stride of an axis that is never stepped along may be anything; inputs may be read-only."""
+    problem = problem_of(B=1)
+    wanted_out, wanted_state = expected("kda", problem)
+    arrays, new = to(problem, cupy), KNOWN["new"]
+    theirs = {name: OnGpu(array, new, flags=1) for name, array in arrays.items() if name in INPUTS}
+    theirs["mixed_qkv"] = OnGpu(arrays["mixed_qkv"], new, flags=1, strides=(2**62 - 1, 1))
+    theirs["ssm_state_indices"] = OnGpu(arrays["ssm_state_indices"], new, flags=1, strides=(-3,))
+    read_only = OnGpu(arrays["initial_state"], new, flags=1)
+    refused(
+        lambda: kda(**theirs, initial_state=read_only),
+        OperandError,
+        "KDA-ARRAY-READ-ONLY",
+        "initial_state",
+    )
+    out, state = kda(**theirs, initial_state=arrays["initial_state"])
+    assert same_bits(out, wanted_out)
+    assert same_bits(state, wanted_state)
+
+
 # Pools
 
 
@@ -337,6 +421,64 @@ def test_our_stream_waits_for_what_torch_has_queued(cuda_torch):
         ours.synchronize()
         assert same_bits(out, wanted_out), round_
         assert same_bits(theirs["initial_state"], wanted_state), round_
+
+
+@pytest.mark.parametrize("age", KNOWN)
+def test_our_stream_waits_for_what_any_producer_has_queued(age, spin):
+    problem = problem_of()
+    wanted_out, wanted_state = expected("kda", problem)
+    right = to(problem, cupy)
+    wrong = {
+        name: np.full_like(problem[name], -1 if name == "ssm_state_indices" else np.nan) for name in INPUTS
+    }
+    theirs_stream, ours = cupy.cuda.Stream(non_blocking=True), cupy.cuda.Stream(non_blocking=True)
+    for round_ in range(ROUNDS):
+        arrays = {name: to_library(wrong[name], cupy) for name in INPUTS}
+        state = to_library(problem["initial_state"], cupy)
+        out = to_library(np.full(out_shape(problem), 7, problem["mixed_qkv"].dtype), cupy)
+        cupy.cuda.Device().synchronize()
+        with theirs_stream:
+            spin()
+            for name, array in arrays.items():
+                array.data.copy_from_device_async(right[name].data, array.nbytes)
+        with ours:
+            theirs = {name: OnGpu(array, KNOWN[age], theirs_stream) for name, array in arrays.items()}
+            kda(**theirs, initial_state=state, out=out)
+        assert not theirs_stream.done, "the producer was done too early for this to mean anything"
+        ours.synchronize()
+        assert same_bits(out, wanted_out), round_
+        assert same_bits(state, wanted_state), round_
+
+
+def test_verify_and_commit_wait_and_are_waited_for(cuda_torch):
+    """One chain over two streams, in which nobody synchronises: torch, verify, commit, torch."""
+    torch = cuda_torch
+    problem = make_mtp(3, 4, 1, 2)
+    accept = np.array([4, 0, 2], np.int32)
+
+    def run(operands, counts):
+        out = kda_decode_mtp(**operands)
+        kda_commit(**commit_operands(operands, accept) | {"accept_lens": counts})
+        return out, operands["recurrent_state"]
+
+    wanted = [to_host(array) for array in run(to(problem, cupy), cupy.asarray(accept))]
+    right, counts = to(problem, torch, "cuda"), torch.tensor(accept, device="cuda")
+    clones = {n: value.clone() if isinstance(value, torch.Tensor) else value for n, value in right.items()}
+    run(clones, counts)  # compile, for the layouts that clones have
+    torch.cuda.synchronize()
+    theirs_stream, ours = streams_of(torch)
+    for round_ in range(ROUNDS // 4):
+        theirs = wrong_copies(torch, right)
+        torch.cuda.synchronize()
+        with torch.cuda.stream(theirs_stream), ours:
+            torch.cuda._sleep(SPIN_CYCLES)
+            copy_over(torch, theirs, right)
+            queued = theirs_stream.record_event()
+            seen = [array.clone() for array in run(theirs, counts)]
+            assert not queued.query(), "the producer was done too early for this to mean anything"
+        theirs_stream.synchronize()
+        assert same_bits(seen[0], wanted[0]), round_
+        assert same_bits(seen[1], wanted[1]), round_
 
 
 def test_torch_waits_for_what_we_have_queued(cuda_torch, spin):
@@ -487,6 +629,34 @@ def test_memory_of_results_is_not_reused_while_jax_reads_it(cuda_jax):
             for _ in range(3):
                 kda(**theirs[1], initial_state=pools[1])
         assert same_bits(later, wanted), round_
+
+
+def test_memory_of_jax_temporaries_is_not_reused_while_we_read_it(cuda_jax, spin):
+    """F10: dropped right after the call, on a stream that JAX knows nothing of, and their size allocated again."""
+    jax, device = cuda_jax
+    problem = problem_of(dtype="float32")
+    wanted_out, wanted_state = expected("kda", problem)
+    inputs = {name: problem[name] for name in INPUTS}
+    rubbish_like = [np.full_like(value, -1) for value in inputs.values()]
+    jax.block_until_ready(jax.device_put(rubbish_like, device))
+    ours = cupy.cuda.Stream(non_blocking=True)
+    for round_ in range(ROUNDS // 4):
+        temporary = to(inputs, jax, device)
+        pool = to_library(problem["initial_state"], cupy)
+        out = cupy.full(out_shape(problem), cupy.nan, np.float32)
+        jax.block_until_ready(temporary)
+        cupy.cuda.Device().synchronize()
+        with ours:
+            spin()
+            kda(**temporary, initial_state=pool, out=out)
+        del temporary
+        rubbish = [jax.device_put(value, device) for value in rubbish_like for _ in range(2)]
+        jax.block_until_ready(rubbish)
+        assert not ours.done, "our stream was done too early for this to mean anything"
+        ours.synchronize()
+        assert same_bits(out, wanted_out), round_
+        assert same_bits(pool, wanted_state), round_
+        del rubbish
 
 
 def test_the_per_thread_stream_is_refused_by_torch(cuda_torch):

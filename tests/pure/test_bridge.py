@@ -4,10 +4,10 @@
 Whatever the arrays come from, the bits must be those of the call with NumPy arrays.
 """
 
-import ctypes
 import gc
 import os
 import resource
+import sys
 import threading
 import weakref
 
@@ -15,6 +15,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 from problems import POISON, make_problem, out_shape, same_bits, to, to_library
+from producers import OnlyStream, Producer, alive, python
 
 from kda_cupy import BridgeError, DeviceError, NoGpuError, OperandError, bind, bridge
 from kda_cupy import gdn_packed_decode as gdn
@@ -47,128 +48,6 @@ def refused(call, error, code, operand):
     message = str(caught.value)
     assert operand in message
     return message
-
-
-# A producer of our own. The structures are those of dlpack.h, written down a second time.
-
-
-class DLTensor(ctypes.Structure):
-    _fields_ = (
-        ("data", ctypes.c_void_p),
-        ("device", ctypes.c_int32 * 2),
-        ("ndim", ctypes.c_int32),
-        ("dtype", ctypes.c_uint8 * 2),
-        ("lanes", ctypes.c_uint16),
-        ("shape", ctypes.POINTER(ctypes.c_int64)),
-        ("strides", ctypes.POINTER(ctypes.c_int64)),
-        ("byte_offset", ctypes.c_uint64),
-    )
-
-
-Deleter = ctypes.CFUNCTYPE(None, ctypes.c_void_p)
-
-
-class DLManagedTensor(ctypes.Structure):
-    _fields_ = (("tensor", DLTensor), ("context", ctypes.c_void_p), ("deleter", Deleter))
-
-
-class DLManagedTensorVersioned(ctypes.Structure):
-    _fields_ = (
-        ("version", ctypes.c_uint32 * 2),
-        ("context", ctypes.c_void_p),
-        ("deleter", Deleter),
-        ("flags", ctypes.c_uint64),
-        ("tensor", DLTensor),
-    )
-
-
-NAMES = {
-    b"dltensor": DLManagedTensor,
-    b"dltensor_versioned": DLManagedTensorVersioned,
-    b"used_dltensor": DLManagedTensor,
-    b"used_dltensor_versioned": DLManagedTensorVersioned,
-    b"something_else": DLManagedTensor,
-}
-CODES = {"i": 0, "u": 1, "f": 2, "c": 5, "b": 6}
-
-_python = ctypes.pythonapi
-_python.PyCapsule_New.restype = ctypes.py_object
-_python.PyCapsule_New.argtypes = (ctypes.c_void_p, ctypes.c_char_p, ctypes.c_void_p)
-_is_valid = ctypes.PYFUNCTYPE(ctypes.c_int, ctypes.c_void_p, ctypes.c_char_p)(("PyCapsule_IsValid", _python))
-_pointer = ctypes.PYFUNCTYPE(ctypes.c_void_p, ctypes.c_void_p, ctypes.c_char_p)(
-    ("PyCapsule_GetPointer", _python)
-)
-_alive = {}
-"""What the capsules that exist point to, by address."""
-
-
-@Deleter
-def _delete(address):
-    _, deleted = _alive.pop(address)  # a second deletion would be a KeyError
-    deleted.append(address)
-
-
-@ctypes.PYFUNCTYPE(None, ctypes.c_void_p)
-def _destroy(capsule):
-    """Destructor of a capsule: one that nobody has consumed still owns its tensor."""
-    for name in (b"dltensor", b"dltensor_versioned"):
-        if _is_valid(capsule, name):
-            address = _pointer(capsule, name)
-            NAMES[name].from_address(address).deleter(address)
-
-
-class Producer:
-    """Exports a NumPy array through DLPack; every field of the capsule can be set to something else."""
-
-    def __init__(self, array, capsule_name=b"dltensor_versioned", **fields):
-        self.array = array
-        self.capsule_name = capsule_name
-        self.fields = fields
-        self.exported = 0
-        self.deleted = []
-
-    def __dlpack_device__(self):
-        return self.fields.get("device", (1, 0))
-
-    def __dlpack__(self, *, stream=None, max_version=None):
-        assert stream is None or self.__dlpack_device__()[0] != 1
-        self.exported += 1
-        array, fields = self.array, self.fields
-        n = array.ndim
-        code = 4 if array.dtype == ml_dtypes.bfloat16 else CODES[array.dtype.kind]
-        integers = ctypes.c_int64 * n
-        shape = integers(*fields.get("shape", array.shape))
-        steps = fields.get("strides", [stride // array.itemsize for stride in array.strides])
-        strides = None if steps is None else integers(*steps)
-        tensor = DLTensor(
-            fields.get("data", array.__array_interface__["data"][0]),
-            self.__dlpack_device__(),
-            n,
-            (fields.get("code", code), fields.get("bits", 8 * array.itemsize)),
-            fields.get("lanes", 1),
-            shape,
-            strides,
-            fields.get("byte_offset", 0),
-        )
-        if b"versioned" in self.capsule_name:
-            version, flags = fields.get("version", (1, 0)), fields.get("flags", 0)
-            managed = DLManagedTensorVersioned(version, None, _delete, flags, tensor)
-        else:
-            managed = DLManagedTensor(tensor, None, _delete)
-        address = ctypes.addressof(managed)
-        _alive[address] = ((managed, shape, strides, array), self.deleted)
-        destructor = ctypes.cast(_destroy, ctypes.c_void_p)
-        return _python.PyCapsule_New(address, self.capsule_name, destructor)
-
-
-class OnlyStream(Producer):
-    """From before DLPack 1.0: a plain capsule, and no keyword besides the stream."""
-
-    def __init__(self, array, **fields):
-        super().__init__(array, b"dltensor", **fields)
-
-    def __dlpack__(self, stream=None):
-        return super().__dlpack__(stream=stream)
 
 
 def numbers(shape=(2, 3), dtype=np.float32):
@@ -366,6 +245,19 @@ def test_inference_mode(torch):
     assert same_bits(out, expected("kda", problem)[0])
 
 
+def test_a_producer_needs_no_ml_dtypes(torch, monkeypatch):
+    """F1: torch has a bfloat16 of its own; only we need NumPy's."""
+    problem = small_problem(dtype="bfloat16")
+    wanted_out, wanted_state = expected("kda", problem)
+    theirs = to(problem, torch)
+    monkeypatch.setitem(sys.modules, "ml_dtypes", None)
+    out, state = kda(**theirs)
+    monkeypatch.undo()
+    assert out.dtype is torch.bfloat16
+    assert same_bits(out, wanted_out)
+    assert same_bits(state, wanted_state)
+
+
 def torch_oddities(torch):
     values = torch.arange(1.0, 7).reshape(2, 3)
     yield "sparse", values.to_sparse(), "layout"
@@ -534,25 +426,60 @@ def test_raw_capsules_of_torch_are_refused(torch):
 # Protocols old and strange
 
 
-def test_max_version_is_asked_for_and_done_without():
+@pytest.mark.parametrize(
+    ("known", "tries"),
+    [
+        ({"stream", "max_version", "dl_device", "copy"}, 1),  # DLPack 1.0
+        ({"stream", "max_version"}, 2),  # an early one
+        ({"stream"}, 3),  # before it
+        (set(), 3),  # in host memory there is no stream to speak of
+    ],
+    ids=["1.0", "early", "old", "nothing"],
+)
+def test_a_producer_is_asked_in_the_words_that_it_knows(known, tries):
+    """F12: unknown keywords raise TypeError, and older capsules are read as well."""
     asked = []
 
     class Asks(Producer):
         def __dlpack__(self, **keywords):
             asked.append(keywords)
-            return super().__dlpack__(**keywords)
+            if keywords.keys() - known:
+                raise TypeError(f"unexpected keywords {keywords.keys() - known}")
+            return super().__dlpack__()
 
-    class Refuses(Producer):
-        def __dlpack__(self, **keywords):
-            asked.append(keywords)
-            if "max_version" in keywords:
-                raise TypeError("unexpected keyword")
-            return super().__dlpack__(**keywords)
+    name = b"dltensor_versioned" if "max_version" in known else b"dltensor"
+    assert same_bits(bridge.adopt("a", Asks(numbers(), name)), numbers())
+    assert asked == [{"max_version": (1, 0), "copy": False}, {"max_version": (1, 0)}, {}][:tries]
 
-    assert same_bits(bridge.adopt("a", Asks(numbers())), numbers())
-    assert same_bits(bridge.adopt("a", Refuses(numbers(), b"dltensor")), numbers())
-    new, old = {"stream": None, "max_version": (1, 0)}, {"stream": None}
-    assert asked == [new, new, old]
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_producer_that_would_have_to_copy_is_refused(dtype):
+    """A copy would be made on every call, and a bound call would go on reading the first one."""
+
+    class Copies(Producer):
+        def __dlpack__(self, *, stream=None, max_version=None, dl_device=None, copy=None):
+            if copy is False:
+                raise BufferError("cannot export without a copy")
+            return super().__dlpack__(stream=stream, max_version=max_version)
+
+    problem = small_problem(dtype=dtype)
+    before = to(problem, np)
+    for operand in INPUTS:
+        message = refused(
+            lambda lone=operand: kda(**problem | {lone: Copies(problem[lone])}),
+            BridgeError,
+            "KDA-ARRAY-KIND",
+            operand,
+        )
+        assert "cannot export without a copy" in message
+        message = refused(
+            lambda lone=operand: bind(kda, **problem | {lone: Producer(problem[lone], flags=2)}),
+            BridgeError,
+            "KDA-ARRAY-KIND",
+            operand,
+        )
+        assert "a copy of itself" in message
+    assert unchanged(problem, before)
 
 
 @pytest.mark.parametrize(
@@ -582,13 +509,15 @@ def test_a_producer_that_hands_out_no_capsule_is_refused(answer):
 def test_used_and_unknown_capsules_are_refused(name):
     """F9: the memory of a used capsule belongs to somebody else."""
     producer = Producer(numbers(), name)
+    others = set(alive)
     message = refused(lambda: bridge.adopt("b", producer), BridgeError, "KDA-ARRAY-KIND", "b")
     assert name.decode() in message
-    _alive.clear()  # such capsules delete nothing
+    for address in alive.keys() - others:  # such capsules delete nothing
+        del alive[address]
 
 
 def test_a_nameless_capsule_is_refused():
-    capsule = _python.PyCapsule_New(1, None, None)
+    capsule = python.PyCapsule_New(1, None, None)
     nameless = type("Nameless", (Producer,), {"__dlpack__": lambda self, **keywords: capsule})(numbers())
     refused(lambda: bridge.adopt("b", nameless), BridgeError, "KDA-ARRAY-KIND", "b")
 
@@ -830,12 +759,12 @@ def test_ten_thousand_conversions_leave_memory_flat(torch):
     for _ in range(10_000):
         bridge.adopt("a", torch.empty(250_000))
     assert peak_kib() - before < 50_000
-    existing = len(_alive)
+    existing = len(alive)
     producer = Producer(numbers())
     for _ in range(10_000):
         bridge.adopt("a", producer)
     assert len(producer.deleted) == 10_000
-    assert len(_alive) == existing
+    assert len(alive) == existing
 
 
 def test_ten_thousand_unused_capsules_leave_memory_flat():

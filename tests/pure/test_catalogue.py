@@ -97,7 +97,9 @@ def test_types_are_those_of_the_specification() -> None:
         },
         types.BridgeError: {"KDA-ARRAY-KIND", "KDA-ARRAY-CAPSULE"},
         types.PoolExhausted: {"KDA-POOL-EXHAUSTED"},
-        types.NoGpuError: {"KDA-COMPILER-NO-GPU", "KDA-COMPILER-NO-CUPY"},
+        types.NoGpuError: {
+            *("KDA-COMPILER-NO-GPU", "KDA-COMPILER-NO-CUPY", "KDA-COMPILER-TWO-CUPY", "KDA-COMPILER-DRIVER")
+        },
     }
     for kind, codes in others.items():
         assert {code for code, page in CATALOGUE.items() if page.exception is kind} == codes
@@ -203,10 +205,18 @@ def machines(code: str, *, mended: bool) -> AbstractContextManager[object]:
         ),
         "KDA-COMPILER-ARCH": CompileException("nvrtc: error: invalid value for --gpu-architecture (-arch)"),
         "KDA-COMPILER-CACHE": PermissionError(13, "Permission denied", "/home/me/.cupy"),
+        "KDA-COMPILER-OLD-GPU": CompileException(
+            "ptxas error: Feature '.tf32' requires .target sm_80 or higher"
+        ),
+        "KDA-COMPILER-TMPDIR": FileNotFoundError(2, "No usable temporary directory found in ['/tmp']"),
+        "KDA-COMPILER-TWO-CUPY": DynamicLibNotFoundError('Failure finding "libnvrtc.so"'),
         "KDA-COMPILER-COMPILE": CompileException('packed_decode.cu(7): error: identifier "x" is undefined'),
     }
     if code in broken and not mended:
-        return machine(fail=fails(broken[code]))
+        two = ("cupy-cuda12x", "cupy-cuda13x") if code == "KDA-COMPILER-TWO-CUPY" else ("cupy-cuda13x",)
+        return machine(fail=fails(broken[code]), wheels=two)
+    if code == "KDA-COMPILER-DRIVER" and not mended:
+        return machine(driver=12040)
     return machine(gpus=2)
 
 

@@ -15,22 +15,27 @@ from types import ModuleType, SimpleNamespace
 
 import pytest
 from click.testing import CliRunner
+from fake_cupy import fake_cubin
 
+from kda_cupy.config import CommitConfig
 from kda_cupy.doctor import Finding, diagnose, doctor
 from kda_cupy.environment import (
     Cache,
+    CompiledAhead,
     Environment,
     Gpu,
     Unavailable,
     attempt,
     collect,
-    installed_wheels,
     load_cupy,
     probe,
     probe_cache,
+    probe_compiled_ahead,
     probe_driver,
     probe_gpus,
 )
+from kda_cupy.gpu import installed_wheels
+from kda_cupy.warmup import fill
 
 ROOT = Path(__file__).parents[2]
 
@@ -57,8 +62,11 @@ HEALTHY = Environment(
     nvrtc="13.5",
     nvrtc_architectures=[75, 80, 90, 100, 120],
     headers="/venv/nvidia/cu13/include",
+    headers_version="13.5",
     gpus=[H200],
     cache=Cache("/home/me/.cupy/kernel_cache", True, True, 2_500_000),
+    temporary_folder="/tmp",
+    compiled_ahead=CompiledAhead("/kernels", True, True, {"sm_80": 3, "sm_90": 16}, 0, {}),
     variables={},
 )
 
@@ -252,7 +260,52 @@ FAULTS = {
             "export CUPY_CACHE_DIR=/tmp/cupy-$USER",
         ),
     ),
+    "no folder for temporary files": (
+        {"temporary_folder": Unavailable("'/tmp/\\udcff' has no spelling in UTF-8")},
+        Finding(
+            "TMPDIR",
+            "fault",
+            "'/tmp/\\udcff' has no spelling in UTF-8; CuPy compiles through it",
+            "export TMPDIR=/var/tmp",
+        ),
+    ),
+    "kernels compiled ahead are not where they should be": (
+        {"compiled_ahead": CompiledAhead("/kernels", True, False, {}, 0, {})},
+        Finding(
+            "precompiled",
+            "fault",
+            "KDA_CUPY_CUBINS names /kernels, where there is no folder",
+            "unset KDA_CUPY_CUBINS\nor make it: kda-cupy warmup --preset MODEL",
+        ),
+    ),
+    "a damaged kernel": (
+        {
+            "compiled_ahead": CompiledAhead(
+                "/kernels", True, True, {"sm_90": 3}, 0, {"a": "it is short", "b": "x"}
+            )
+        },
+        Finding(
+            "precompiled",
+            "fault",
+            "/kernels/a is not used, for it is short, and 1 more",
+            "kda-cupy warmup --preset MODEL\nor remove the file",
+        ),
+    ),
 }
+
+NOTES = {
+    "old headers beside a new NVRTC": (
+        {"headers_version": "12.2"},
+        "CUDA headers",
+        "/venv/nvidia/cu13/include, of CUDA 12.2 beside NVRTC 13.5; the kernels here include none",
+    ),
+    "kernels compiled ahead for other GPUs": (
+        {"compiled_ahead": CompiledAhead("/kernels", True, True, {"sm_80": 3, "sm_100": 4}, 2, {})},
+        "precompiled",
+        "/kernels: 4 for sm_100, 3 for sm_80, 2 of another version of the sources; none for a GPU of this machine",
+    ),
+}
+"""Not as they should be, and yet kernels run."""
 
 
 def by_name(findings):
@@ -271,6 +324,22 @@ def test_one_cause_is_one_fault_with_its_cure(case):
     assert by_name(findings)["kernel"] == Finding("kernel", "note", "not tried; mend the faults first")
 
 
+@pytest.mark.parametrize("case", NOTES)
+def test_what_is_odd_and_harmless_is_a_note(case):
+    changes, name, detail = NOTES[case]
+    tried = []
+    findings = by_name(diagnose(replace(HEALTHY, **changes), tried.append))
+    assert findings[name] == Finding(name, "note", detail)
+    assert not any(finding.status == "fault" for finding in findings.values())
+    assert tried == [0]
+
+
+def test_nothing_compiled_ahead_is_no_fault():
+    nothing = CompiledAhead("/site-packages/kda_cupy/cubins", False, False, {}, 0, {})
+    finding = by_name(diagnose(replace(HEALTHY, compiled_ahead=nothing), lambda _: None))["precompiled"]
+    assert finding == Finding("precompiled", "ok", "none; kernels are compiled at first use")
+
+
 def test_healthy_machine():
     tried = []
     findings = diagnose(HEALTHY, tried.append)
@@ -285,8 +354,10 @@ def test_healthy_machine():
     assert found["kernel cache"].detail == "/home/me/.cupy/kernel_cache, 2.5 MB"
     assert list(found) == [
         *("GPU", "driver", "capability", "CuPy", "CUDA runtime", "NVRTC", "CUDA headers"),
-        *("NumPy", "ml_dtypes", "kernel cache", "kernel"),
+        *("NumPy", "ml_dtypes", "kernel cache", "TMPDIR", "precompiled", "kernel"),
     ]
+    assert found["CUDA headers"].detail == "/venv/nvidia/cu13/include, of CUDA 13.5"
+    assert found["precompiled"].detail == "/kernels: 3 for sm_80, 16 for sm_90"
 
 
 @pytest.mark.parametrize("gpus", [[H200, T4], [replace(T4, index=0), replace(H200, index=1)]])
@@ -396,6 +467,67 @@ def test_whole_command_with_a_cache_folder_that_cannot_be_made(tmp_path):
     if importlib.util.find_spec("cupy"):
         assert findings["CuPy"]["status"] == "note"
         assert findings["CuPy"]["detail"].startswith("cannot be imported: [Errno ")
+
+
+def test_whole_command_with_two_wheels(tmp_path):
+    """E14: what pip leaves behind when cupy-cuda13x is installed over cupy-cuda12x."""
+    for name in ("cupy-cuda12x", "cupy-cuda13x"):
+        metadata = tmp_path / f"{name.replace('-', '_')}-14.2.0.dist-info" / "METADATA"
+        metadata.parent.mkdir()
+        metadata.write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: 14.2.0\n")
+    result = run_here("--json", path=tmp_path)
+    assert result.returncode == 1
+    cupy = next(finding for finding in json.loads(result.stdout)["findings"] if finding["name"] == "CuPy")
+    assert cupy["status"] == "fault"
+    assert cupy["detail"] == "cupy-cuda12x 14.2.0, cupy-cuda13x 14.2.0: they overwrite each other"
+    code = "import warnings; warnings.simplefilter('ignore'); from kda_cupy.gpu import require_gpu; require_gpu()"
+    paths = os.pathsep.join([str(tmp_path), str(ROOT), os.environ.get("PYTHONPATH", "")])
+    environment = {**os.environ, "PYTHONPATH": paths, "CUDA_VISIBLE_DEVICES": ""}
+    failed = subprocess.run(
+        [sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=False
+    )
+    last = failed.stderr.strip().splitlines()[-1]
+    assert "More than one CuPy wheel is installed" in last
+    assert "pip uninstall -y cupy-cuda12x cupy-cuda13x, and install one" in last
+
+
+WITHOUT_TOOLKIT = """
+import site, sys
+sys.path[:0] = [sys.argv.pop(1), sys.argv.pop(1)]
+site.getsitepackages = lambda prefixes=None: []
+site.getusersitepackages = lambda: ""
+site.ENABLE_USER_SITE = False
+from kda_cupy.doctor import doctor
+doctor()
+"""
+
+
+def test_whole_command_without_a_toolkit(tmp_path):
+    """E1: CuPy installed by itself, CUDA_PATH not set."""
+    if not importlib.util.find_spec("cupy"):
+        pytest.skip("CuPy is not installed")
+    for place in map(Path, sys.path):
+        if place.name in ("site-packages", "dist-packages") and place.is_dir():
+            for entry in place.iterdir():
+                link = tmp_path / entry.name
+                if not entry.name.startswith(("nvidia", "cuda_toolkit", "torch")) and not link.exists():
+                    link.symlink_to(entry)
+    dropped = ("CUDA_PATH", "CUDA_HOME", "LD_LIBRARY_PATH")
+    done = subprocess.run(
+        [sys.executable, "-I", "-S", "-c", WITHOUT_TOOLKIT, str(tmp_path), str(ROOT), "--json"],
+        env={name: value for name, value in os.environ.items() if name not in dropped},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 1, done.stderr
+    findings = {finding["name"]: finding for finding in json.loads(done.stdout)["findings"]}
+    if findings["NVRTC"]["status"] == "ok":
+        pytest.skip("this system has a toolkit that cannot be hidden")
+    assert findings["CuPy"]["status"] == "ok"
+    assert findings["NVRTC"]["status"] == "fault"
+    assert findings["NVRTC"]["detail"].startswith("cannot be loaded: Failure finding")
+    assert findings["NVRTC"]["cure"].startswith("pip install 'cuda-toolkit[cudart,nvrtc]==1")
 
 
 def test_importing_needs_no_cupy():
@@ -614,6 +746,65 @@ def test_cache_folder_that_cannot_be_written_says_why(kind, tmp_path, monkeypatc
     assert not cache.exists
     assert isinstance(cache.writable, Unavailable)
     assert cache.writable == why
+
+
+def test_temporary_folder_is_tried(tmp_path, monkeypatch):
+    """Names in any script are fine; bytes that are no UTF-8 are not, for CuPy hands the name on as UTF-8."""
+    for name, spelled in (("\u9ec4 '$x\"", True), (os.fsdecode(b"\xff"), False)):
+        folder = tmp_path / name
+        folder.mkdir()
+        monkeypatch.setattr("tempfile.tempdir", str(folder))
+        found = probe().temporary_folder
+        assert isinstance(found, Unavailable) is not spelled
+        assert found == (str(folder) if spelled else f"{str(folder)!r} has no spelling in UTF-8")
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "file"))
+    (tmp_path / "file").touch()
+    assert probe().temporary_folder == f"{tmp_path / 'file'}: Not a directory"
+
+
+@pytest.mark.parametrize(
+    ("lines", "version"),
+    [
+        ("#define CUDART_VERSION  12020\n", "12.2"),
+        ("  #define CUDART_VERSION 1\n", Unavailable("cuda_runtime_api.h does not say")),
+        (None, Unavailable("[Errno 2] No such file or directory")),
+    ],
+)
+def test_headers_say_what_they_are_of(lines, version, tmp_path, monkeypatch):
+    pathfinder = SimpleNamespace(find_nvidia_header_directory=lambda name: str(tmp_path))
+    monkeypatch.setitem(sys.modules, "cuda", SimpleNamespace(pathfinder=pathfinder))
+    if lines is not None:
+        (tmp_path / "cuda_runtime_api.h").write_text(f"// before\n{lines}")
+    found = probe().headers_version
+    assert found.startswith(version)
+    assert type(found) is type(version)
+
+
+def test_kernels_compiled_ahead_are_counted(tmp_path, monkeypatch):
+    monkeypatch.delenv("KDA_CUPY_CUBINS", raising=False)
+    assert not probe_compiled_ahead().named
+    monkeypatch.setenv("KDA_CUPY_CUBINS", str(tmp_path / "kernels"))
+    assert probe_compiled_ahead() == CompiledAhead(str(tmp_path / "kernels"), True, False, {}, 0, {})
+    configs = [CommitConfig(8, dtype, 1000) for dtype in ("bfloat16", "float16", "float32")]
+    monkeypatch.setattr("kda_cupy.warmup.compile_ahead", lambda config, arch: fake_cubin(config.variant))
+    fill(tmp_path / "kernels", [(config, arch) for config in configs for arch in ("sm_80", "sm_90")])
+    (tmp_path / "kernels" / "README").write_text("none of ours")
+    whole = {"sm_80": 3, "sm_90": 3}
+    assert probe_compiled_ahead() == CompiledAhead(str(tmp_path / "kernels"), True, True, whole, 0, {})
+    first, *_ = sorted((tmp_path / "kernels").glob("*.cubin"))
+    first.write_bytes(first.read_bytes()[:-1])
+    (tmp_path / "kernels" / "other.cubin").touch()
+    found = probe_compiled_ahead()
+    assert found.kernels == {"sm_80": 2, "sm_90": 3}
+    assert found.damaged == {
+        first.name: "it was cut short or changed",
+        "other.cubin": "its name is not one that kda-cupy gives",
+    }
+    with monkeypatch.context() as patch:  # no probe raises, whatever is missing from an installation
+        patch.setattr("kda_cupy.sources.kernel_names", lambda: [].index(0))
+        assert (probe_compiled_ahead().outdated, probe_compiled_ahead().kernels) == (5, {})
+    monkeypatch.setattr("kda_cupy.sources.digest", lambda name: "0" * 16)
+    assert (probe_compiled_ahead().outdated, probe_compiled_ahead().kernels) == (5, {})
 
 
 @pytest.mark.parametrize(

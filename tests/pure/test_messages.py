@@ -155,6 +155,10 @@ class Negative(Producer):
         return True
 
 
+class CUDADriverError(RuntimeError):
+    """Named as CuPy's."""
+
+
 class OnGpu:
     """A scalar in GPU memory, which must not be looked at."""
 
@@ -1367,6 +1371,87 @@ COMPILER = [
         fail=failing(OSError(30, "Read-only file system", "/home/me/.cupy")),
     ),
     elsewhere(
+        "KDA-COMPILER-ARCH",
+        "kda_packed_decode",
+        on_one_gpu,
+        "NVRTC does not know this GPU. Got compute capability 13.0, NVRTC 13.0, driver for CUDA 13.0. "
+        "Install the NVRTC of another CUDA version: a newer one for a newer GPU, CUDA 12 for one before "
+        "7.5.",
+        fail=failing(CUDADriverError("CUDA_ERROR_NO_BINARY_FOR_GPU: no kernel image is available")),
+        capability="130",
+    ),
+    elsewhere(
+        "KDA-COMPILER-OLD-GPU",
+        "kda_packed_decode",
+        on_one_gpu,
+        "The kernel packed_decode[kda,softplus,K8,V12,float32] needs a GPU of compute capability 8.0 or newer. Got "
+        "compute capability 7.5, NVRTC 13.0, driver for CUDA 13.0. Run it on a newer GPU, or on NumPy arrays.",
+        fail=failing(
+            CompileException(
+                "ptxas input, line 9; error   : Feature '.tf32' requires .target sm_80 or higher\n"
+            )
+        ),
+        capability="75",
+    ),
+    elsewhere(
+        "KDA-COMPILER-DRIVER",
+        "StatePool",
+        lambda c: StatePool(4, HV, K, V),
+        "The NVIDIA driver is older than the CUDA version that CuPy or NVRTC is made for. Got a driver for CUDA 12.4 "
+        "and CuPy 14.2.0 for CUDA 13.2. Update the driver (580 or newer for CUDA 13), or install CuPy for it: "
+        "pip install 'kda-cupy[cu12]'.",
+        driver=12040,
+    ),
+    elsewhere(
+        "KDA-COMPILER-DRIVER",
+        "kda_packed_decode",
+        on_one_gpu,
+        "The NVIDIA driver is older than the CUDA version that CuPy or NVRTC is made for. Got "
+        "`CUDA_ERROR_INVALID_IMAGE: device kernel image is invalid` on compute capability 9.0, NVRTC 13.0, driver for "
+        "CUDA 12.8. Update the driver (580 or newer for CUDA 13), or install CuPy for it: pip install "
+        "'kda-cupy[cu12]'.",
+        fail=failing(CUDADriverError("CUDA_ERROR_INVALID_IMAGE: device kernel image is invalid")),
+        driver=12080,
+    ),
+    elsewhere(
+        "KDA-COMPILER-TWO-CUPY",
+        "kda_packed_decode",
+        on_one_gpu,
+        "More than one CuPy wheel is installed, and they overwrite each other's files. Got cupy-cuda12x 14.2.0 and "
+        'cupy-cuda13x 14.2.0, and `Failure finding "libnvrtc.so"`. Remove them all, pip uninstall -y cupy-cuda12x '
+        "cupy-cuda13x, and install one: pip install 'kda-cupy[cu13]' (a driver for CUDA 12: 'kda-cupy[cu12]').",
+        fail=failing(DynamicLibNotFoundError('Failure finding "libnvrtc.so"')),
+        wheels=("cupy-cuda12x", "cupy-cuda13x"),
+    ),
+    elsewhere(
+        "KDA-COMPILER-TWO-CUPY",
+        "StatePool",
+        lambda c: StatePool(4, HV, K, V),
+        "More than one CuPy wheel is installed, and they overwrite each other's files. Got cupy-cuda12x 14.2.0 and "
+        "cupy-cuda13x 14.2.0, and no GPU that it finds. Remove them all, pip uninstall -y cupy-cuda12x "
+        "cupy-cuda13x, and install one: pip install 'kda-cupy[cu13]' (a driver for CUDA 12: 'kda-cupy[cu12]').",
+        gpus=0,
+        wheels=("cupy-cuda12x", "cupy-cuda13x"),
+    ),
+    elsewhere(
+        "KDA-COMPILER-TMPDIR",
+        "kda_packed_decode",
+        on_one_gpu,
+        "CuPy cannot use the folder for temporary files, where it puts the source of a kernel. Got [Errno 2] No "
+        "usable temporary directory found in ['/tmp', '/var/tmp']. Set TMPDIR to a folder that can be written to and "
+        "whose name is plain ASCII.",
+        fail=failing(FileNotFoundError(2, "No usable temporary directory found in ['/tmp', '/var/tmp']")),
+    ),
+    elsewhere(
+        "KDA-COMPILER-TMPDIR",
+        "kda_packed_decode",
+        on_one_gpu,
+        "CuPy cannot use the folder for temporary files, where it puts the source of a kernel. Got 'utf-8' codec "
+        "can't encode character '\\udcff' in position 8: surrogates not allowed. Set TMPDIR to a folder that can be "
+        "written to and whose name is plain ASCII.",
+        fail=failing(UnicodeEncodeError("utf-8", "/tmp/bad\udcff", 8, 9, "surrogates not allowed")),
+    ),
+    elsewhere(
         "KDA-COMPILER-COMPILE",
         "kda_packed_decode",
         on_one_gpu,
@@ -1512,6 +1597,36 @@ def test_what_no_page_is_about_stays_as_it_is() -> None:
         kda_packed_decode(*(on_gpu(vars(Operands())[name]) for name in OPERANDS))
 
 
+@pytest.mark.parametrize("place", ["the cache", "a temporary file", "a temporary folder", "nowhere"])
+def test_a_full_or_read_only_disk_is_told_by_the_folder(
+    place: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The cache may well lie beside, or under, the folder for temporary files."""
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    monkeypatch.setenv("CUPY_CACHE_DIR", str(tmp_path / "cache"))
+    file = {
+        "the cache": tmp_path / "cache" / "tmpabc",
+        "a temporary file": tmp_path / "tmpabc" / "kern.cu",
+        "a temporary folder": tmp_path / "tmpabc",
+        "nowhere": None,
+    }[place]
+    cause = OSError(28, "No space left on device", *([str(file)] if file else []))
+    with machine(fail=failing(cause)), pytest.raises(KdaError) as caught:
+        kda_packed_decode(*(on_gpu(vars(Operands())[name]) for name in OPERANDS))
+    wanted = "KDA-COMPILER-TMPDIR" if "temporary" in place else "KDA-COMPILER-CACHE"
+    assert caught.value.code == wanted
+
+
+def test_a_message_is_told_without_nvrtc_too() -> None:
+    """What is missing may be the very thing that the message would name the version of."""
+    with machine(fail=failing(RuntimeError("Failed to find CUDA headers"))) as cupy:
+        cupy.cuda.nvrtc.getVersion = failing(DynamicLibNotFoundError("libnvrtc.so.13"))
+        with pytest.raises(KdaError) as caught:
+            kda_packed_decode(*(on_gpu(vars(Operands())[name]) for name in OPERANDS))
+    assert caught.value.code == "KDA-COMPILER-HEADERS"
+    assert "NVRTC that cannot be loaded" in str(caught.value)
+
+
 def broken_cupy(folder: Path, monkeypatch: pytest.MonkeyPatch, body: str) -> None:
     """Put a CuPy before the real one that says this when it is imported."""
     (folder / "cupy.py").write_text(body)
@@ -1539,6 +1654,17 @@ def test_cupy_that_wraps_its_reason_in_advice(tmp_path: Path, monkeypatch: pytes
         "CuPy cannot be imported. Got ImportError: libcublas.so.13: cannot open shared object file. "
         "Install it with pip install 'kda-cupy[cu13]' (a driver for CUDA 12: 'kda-cupy[cu12]')."
     )
+
+
+def test_cupy_that_cannot_be_imported_beside_another_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("kda_cupy.gpu.installed_wheels", lambda: {"cupy": "13.6.0", "cupy-cuda13x": "14.2.0"})
+    broken_cupy(tmp_path, monkeypatch, "raise ImportError('undefined symbol: cublasLtMatmul')")
+    with pytest.raises(KdaError) as caught:
+        StatePool(4, HV, K, V)
+    assert caught.value.code == "KDA-COMPILER-TWO-CUPY"
+    assert "ImportError: undefined symbol: cublasLtMatmul" in str(caught.value)
 
 
 # The order of the checks: what violates several rules meets the earliest
