@@ -35,15 +35,29 @@ def sanitizer_summary(path: Path) -> dict[str, Any]:
     return {"summary": summary[-1:], "tests": tests[-1:], "clean": clean}
 
 
+def merged(records: list[dict[str, Any]]) -> dict[str, Any]:
+    """One benchmark record of several that were taken in the same way; raises ValueError for others."""
+    if not records:
+        return {"rows": [], "complete": False}
+    first, *others = records
+    for other in others:
+        for name in ("schema", "schema_version", "protocol"):
+            if other[name] != first[name]:
+                raise ValueError(f"benchmark records that differ in {name}: {first[name]}, {other[name]}")
+    return {name: value for name, value in first.items() if name != "environment"} | {
+        "complete": all(record["complete"] for record in records),
+        "rows": [row for record in records for row in record["rows"]],
+    }
+
+
 def main(work: Path, folder: Path) -> int:
     """Write the record of WORK into FOLDER; 0 if everything in it is good."""
     found: dict[str, Any] = environment.collect()
     gpu = found["gpus"][0]
-    bench = json.loads((work / "bench.json").read_text()) if (work / "bench.json").exists() else {"rows": []}
-    bench.pop("environment", None)
+    bench = merged([json.loads(path.read_text()) for path in sorted(work.glob("bench*.json"))])
     record: dict[str, Any] = {
         "schema": "kda_cupy.gpu_check",
-        "schema_version": 1,
+        "schema_version": 2,
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
         "gpu": gpu["name"],
         "kernel_digests": {name: sources.digest(name) for name in sources.kernel_names()},
@@ -65,7 +79,7 @@ def main(work: Path, folder: Path) -> int:
     passed = (
         tests.get("passed") and not tests.get("failed") and not tests.get("errors") and not tests.get("error")
     )
-    timed = bench["rows"] and all(row["status"] == "timed" for row in bench["rows"])
+    timed = bench["complete"] and all(row["status"] == "timed" for row in bench["rows"])
     return 0 if passed and timed and all(clean.values()) and record["planted_error_found"] else 1
 
 

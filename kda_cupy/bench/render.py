@@ -1,12 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Views of a record: a table for 80 columns, CSV, a plot."""
+"""Views of a record as text: tables for 80 columns, CSV."""
 
 from __future__ import annotations
 
 import csv
 from collections.abc import Callable, Iterable
-from itertools import groupby
-from pathlib import Path
 from typing import IO, Any, Final
 
 from rich.box import SIMPLE_HEAD
@@ -17,6 +15,11 @@ from kda_cupy.bench.cases import Case
 from kda_cupy.bench.record import Record, Row, make_row
 
 WIDTH: Final = 80
+YARDSTICKS: Final = {
+    "RW": "reads, scales and writes the same state, nothing else",
+    "R": "reads the same state, nothing else",
+    "SNAP": "reads the same state and stores t scaled copies of it",
+}
 
 
 def three_digits(number: float | None) -> str:
@@ -37,23 +40,43 @@ def _ratio(row: Row) -> str:
 
 #: Heading and cell of each column of the table; a column without any value is left out.
 _COLUMNS: Final[dict[str, Callable[[Row], str]]] = {
+    "t": lambda row: str(row.t) if row.mode else "-",
+    "n": lambda row: str(row.accept) if row.accept else "-",
     "B": lambda row: str(row.B),
     "us": lambda row: three_digits(row.median_us),
     "p95": lambda row: three_digits(row.p95_us),
     "GB/s": lambda row: three_digits(row.gb_per_s),
-    "RW us": lambda row: three_digits(row.yardstick_us),
+    "{yardstick} us": lambda row: three_digits(row.yardstick_us),
     "ratio": _ratio,
     "host us\neager": lambda row: three_digits(row.host_eager_us),
     "\nbound": lambda row: three_digits(row.host_bound_us),
-    "err out": lambda row: _error(row.error_out),
-    "err state": lambda row: _error(row.error_state),
+    "error\nout": lambda row: _error(row.error_out),
+    "\nstate": lambda row: _error(row.error_state),
 }
 
 
-def _geometry(row: Row) -> str:
-    return (
-        f"{row.op} packed decode: H={row.H}, HV={row.HV}, K={row.K}, V={row.V}, {row.dtype}, {row.gate} gate"
-    )
+def title_of(row: Row) -> str:
+    """Operation and geometry: what the rows of one table have in common."""
+    work = "packed decode" if row.operation == "decode" else f"{row.operation} with {row.mode}"
+    heads = f"{row.op} {work}: H={row.H}, HV={row.HV}, "
+    dims = f"K={row.K}, V={row.V}, " if row.operation == "decode" else ""
+    norm = ", output norm" if row.norm else ""
+    return f"{heads}{dims}{row.dtype}, {row.gate} gate{norm}"
+
+
+def grouped(rows: Iterable[Row], key: Callable[[Row], Any] = title_of) -> dict[Any, list[Row]]:
+    """Rows that belong together, in the order in which each group appears first."""
+    groups: dict[Any, list[Row]] = {}
+    for row in rows:
+        groups.setdefault(key(row), []).append(row)
+    return groups
+
+
+def names_of(row: Row) -> str:
+    """What tells a row from the others of its table."""
+    t = f"t={row.t}, " if row.mode else ""
+    keep = f"n={row.accept}, " if row.accept else ""
+    return f"{t}{keep}{'N' if row.mode else 'B'}={row.B}"
 
 
 def _table(rows: list[Row]) -> Table:
@@ -61,22 +84,23 @@ def _table(rows: list[Row]) -> Table:
     table.show_edge, table.pad_edge, table.padding = False, False, (0, 0, 0, 1)
     columns = {heading: [cell(row) for row in rows] for heading, cell in _COLUMNS.items()}
     shown = {heading: cells for heading, cells in columns.items() if set(cells) != {"-"}}
+    rows_are = "N" if rows[0].mode else "B"
     for heading in shown:
-        table.add_column(heading, justify="right", no_wrap=True, vertical="bottom")
+        name = rows_are if heading == "B" else heading.format(yardstick=rows[0].yardstick)
+        table.add_column(name, justify="right", no_wrap=True, vertical="bottom")
     for line in zip(*shown.values(), strict=True):
         table.add_row(*line)
     return table
 
 
 def print_record(record: Record, file: IO[str]) -> None:
-    """Print the tables, one a geometry, what is to be said of single rows, and how it was all measured."""
+    """Print the tables, one an operation and geometry, what is to be said of single rows, and how it was measured."""
     console = Console(file=file, highlight=False)
     console.width = max(console.width, WIDTH)
-    for title, group in groupby(record.rows, _geometry):
-        rows = list(group)
+    for title, rows in grouped(record.rows).items():
         console.print(title, style="bold")
         console.print(_table(rows), "")
-        notes = [f"B={row.B}: {row.status}: {row.note}" for row in rows if row.note]
+        notes = [f"{names_of(row)}: {row.status}: {row.note}" for row in rows if row.note]
         for line in [*notes, ""] if notes else []:
             console.print(line, markup=False)
     for line in caption(record):
@@ -86,19 +110,20 @@ def print_record(record: Record, file: IO[str]) -> None:
 def caption(record: Record) -> list[str]:
     """What the numbers are: machine, method, meaning of the columns, versions."""
     protocol, environment = record.protocol, record.environment
-    lines = []
-    if protocol.backend == "cuda":
-        state = (
-            "warm: every launch works on the same slots, which L2 may hold"
-            if protocol.l2 == "warm"
-            else f"cold L2: {protocol.reuse_bytes / 1e6:.3g} MB or more of state move between two uses of a slot"
-        )
-        lines.append(f"{_gpu_name(record)}, {state}.")
-    else:
-        lines.append(f"NumPy on {environment.get('cpu')}: shows that it works, not how fast the kernels are.")
+    lines = [machine_of(record)]
     lines.append(f"us: median of {protocol.repeats} samples a row ({protocol.timer}).")
-    if any(row.yardstick_us for row in record.rows):
-        lines.append("RW: reads, scales and writes the same state, nothing else. ratio: us / RW us.")
+    used = [
+        name for name in YARDSTICKS if any(row.yardstick == name and row.yardstick_us for row in record.rows)
+    ]
+    for name in used:
+        ratio = f" ratio: us / {used[0] if len(used) == 1 else 'that'} us." if name == used[-1] else ""
+        lines.append(f"{name}: {YARDSTICKS[name]}.{ratio}")
+    if any(row.operation == "round" for row in record.rows):
+        lines.append(
+            "round: all slots are verified, then the first of them is committed; its state is out of L2 by then."
+        )
+    if any(row.accept for row in record.rows):
+        lines.append("n: tokens of a request that the commit keeps.")
     if any(row.is_slow for row in record.rows):
         lines.append("!: less than half the speed of the yardstick. Something is wrong here.")
     kernels = {(row.variant, row.registers, row.source_digest) for row in record.rows if row.registers}
@@ -109,6 +134,19 @@ def caption(record: Record) -> list[str]:
     if not record.complete:
         lines.append("Interrupted: the rows above are all that was measured.")
     return lines
+
+
+def machine_of(record: Record) -> str:
+    """Where it was measured, and in which state L2 was."""
+    protocol, environment = record.protocol, record.environment
+    if protocol.backend != "cuda":
+        return f"NumPy on {environment.get('cpu')}: shows that it works, not how fast the kernels are."
+    state = (
+        "warm: every launch works on the same slots, which L2 may hold"
+        if protocol.l2 == "warm"
+        else f"cold L2: {protocol.reuse_bytes / 1e6:.3g} MB or more of state move between two uses of a slot"
+    )
+    return f"{_gpu_name(record)}, {state}."
 
 
 def _gpu_name(record: Record) -> str:
@@ -125,52 +163,3 @@ def write_csv(rows: Iterable[Row], file: IO[str]) -> None:
     writer = csv.DictWriter(file, names, lineterminator="\n")
     writer.writeheader()
     writer.writerows(row.flat() for row in rows)
-
-
-def plot_formats() -> set[str]:
-    """Endings of file names that :func:`write_plot` can write. Raises ImportError without matplotlib."""
-    from matplotlib.figure import Figure
-
-    return {f".{each}" for each in Figure().canvas.get_supported_filetypes()}
-
-
-def write_plot(record: Record, path: Path) -> None:
-    """Draw time over batch, with the yardstick, and with the time that the bytes take at the yardstick's best speed."""
-    from matplotlib.figure import Figure
-
-    figure: Any = Figure(figsize=(8, 5), layout="constrained")
-    axes = figure.subplots()
-    axes.set_xscale("log", base=2)
-    axes.set_yscale("log")
-    timed = [row for row in record.rows if row.median_us]
-    batches = sorted({row.B for row in timed})
-    axes.set_xticks(batches, [str(B) for B in batches])
-    axes.set_xticks([], minor=True)
-    speeds = [row.yardstick_bytes / row.yardstick_us for row in timed if row.yardstick_us]
-    for number, (title, group) in enumerate(groupby(timed, _geometry)):
-        rows = sorted(group, key=lambda row: row.B)
-        B, color = [row.B for row in rows], f"C{number}"
-        axes.plot(B, [row.median_us for row in rows], "o-", color=color, label=title)
-        if speeds:  # the two line styles are explained once
-            floor = [(row.bytes_moved or 0) / max(speeds) for row in rows]
-            explained = "_" if number else ""  # matplotlib leaves out what begins with an underscore
-            axes.plot(
-                B,
-                [row.yardstick_us for row in rows],
-                "x--",
-                color=color,
-                label=f"{explained}RW: moves the state only",
-            )
-            axes.plot(
-                B,
-                floor,
-                ":",
-                color=color,
-                label=f"{explained}all bytes at {max(speeds) / 1e6:.3g} TB/s, the best of RW",
-            )
-    axes.set_xlabel("rows B")
-    axes.set_ylabel("time of a call (µs)")
-    axes.set_title(caption(record)[0], fontsize="small", wrap=True)
-    axes.grid(which="both", alpha=0.3)
-    figure.legend(loc="outside lower center", fontsize="small")
-    figure.savefig(path)

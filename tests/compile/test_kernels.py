@@ -72,7 +72,14 @@ def variants() -> dict[str, tuple[KernelConfig, int]]:
         for dtype in ("bfloat16", "float32"):
             commit = CommitConfig(tokens, dtype, mtp_params.COMMIT_PARAMS_BYTES)
             found[f"commit-{tokens}-{dtype}"] = (commit, 128)
-    found["yardstick"] = (YardstickConfig(K=128, V=128, params_bytes=yardstick._LAYOUT.size), 64)
+    for moves, (warps, loads), ceiling in (
+        ("RW", yardstick.NARROW, 64),
+        ("R", yardstick.NARROW, 64),
+        ("R", yardstick.WIDE, 96),
+        ("SNAP", yardstick.NARROW, 80),
+    ):
+        config = YardstickConfig(moves, 128, 128, warps, loads, yardstick._LAYOUT.size)
+        found[f"yardstick-{moves}-{warps}x{loads}"] = (config, ceiling)
     return found
 
 
@@ -119,7 +126,7 @@ PACKED_DECODE_FORMAT = packed_decode._PER_CALL.format + packed_decode._PER_PLAN.
     "source, mirror, layout",
     [
         ("packed_decode.cu", packed_decode.PackedDecodeParams, PACKED_DECODE_FORMAT),
-        ("yardstick.cu", yardstick.ReadWriteParams, yardstick._LAYOUT.format),
+        ("yardstick.cu", yardstick.YardstickParams, yardstick._LAYOUT.format),
     ],
 )
 def test_parameter_structs_mirror_the_kernels(source: str, mirror: type, layout: str) -> None:
