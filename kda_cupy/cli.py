@@ -12,7 +12,7 @@ import numpy as np
 
 import kda_cupy
 from kda_cupy import dtypes, trace
-from kda_cupy.bench.command import bench
+from kda_cupy.bench.command import bench, report
 from kda_cupy.bench.judge import CHAINED_BOUND, OUT_BOUNDS
 from kda_cupy.bench.options import Refused
 from kda_cupy.doctor import doctor
@@ -84,5 +84,5 @@ def _to_and_from(backend: str) -> tuple[Callable[[Any], Any], Callable[[Any], An
     return cupy.asarray, cupy.asnumpy
 
 
-for command in (bench, doctor, errors):
+for command in (bench, doctor, errors, report):
     main.add_command(command)

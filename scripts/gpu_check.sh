@@ -43,12 +43,6 @@ echo "exit code $?" >> "$work/planted.log"
 grep -E "SUMMARY|exit code" "$work/planted.log"
 
 echo "== benchmark"
-presets=(--preset kimi-k3-tp8 --preset kimi-linear-48b)
-"$python" -m kda_cupy bench decode --backend cuda "${presets[@]}" --preset qwen3-next \
-    --batch 1,2,3,4,8,32,64,256 --repeats 15 --json "$work/bench-decode.json"
-"$python" -m kda_cupy bench round --backend cuda "${presets[@]}" --tokens 4,8 --mode rings \
-    --repeats 15 --json "$work/bench-rings.json"
-"$python" -m kda_cupy bench round --backend cuda "${presets[@]}" --tokens 8 --mode snapshots \
-    --repeats 15 --json "$work/bench-snapshots.json"
+"$python" -m kda_cupy bench suite --backend cuda --repeats 15 --json "$work/bench.json"
 
 "$python" scripts/write_gpu_record.py "$work" "$folder"

@@ -35,26 +35,19 @@ def sanitizer_summary(path: Path) -> dict[str, Any]:
     return {"summary": summary[-1:], "tests": tests[-1:], "clean": clean}
 
 
-def merged(records: list[dict[str, Any]]) -> dict[str, Any]:
-    """One benchmark record of several that were taken in the same way; raises ValueError for others."""
-    if not records:
+def benchmark(path: Path) -> dict[str, Any]:
+    """The record of the benchmark, its environment left out; no rows if it did not come to one."""
+    if not path.exists():
         return {"rows": [], "complete": False}
-    first, *others = records
-    for other in others:
-        for name in ("schema", "schema_version", "protocol"):
-            if other[name] != first[name]:
-                raise ValueError(f"benchmark records that differ in {name}: {first[name]}, {other[name]}")
-    return {name: value for name, value in first.items() if name != "environment"} | {
-        "complete": all(record["complete"] for record in records),
-        "rows": [row for record in records for row in record["rows"]],
-    }
+    stored: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+    return {name: value for name, value in stored.items() if name not in ("environment", "kernel_digests")}
 
 
 def main(work: Path, folder: Path) -> int:
     """Write the record of WORK into FOLDER; 0 if everything in it is good."""
     found: dict[str, Any] = environment.collect()
     gpu = found["gpus"][0]
-    bench = merged([json.loads(path.read_text()) for path in sorted(work.glob("bench*.json"))])
+    bench = benchmark(work / "bench.json")
     record: dict[str, Any] = {
         "schema": "kda_cupy.gpu_check",
         "schema_version": 2,

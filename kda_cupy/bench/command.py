@@ -3,26 +3,23 @@
 
 from __future__ import annotations
 
+import os
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from collections import Counter
+from dataclasses import replace
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Final
 
 import click
 
-from kda_cupy import environment
-from kda_cupy.bench import cases, figure, options, render
+from kda_cupy.bench import cases, figure, options, pages, render, suite
 from kda_cupy.bench.cases import Case
-from kda_cupy.bench.options import STDOUT, Refused
-from kda_cupy.bench.record import Record, make_row
-from kda_cupy.bench.timing import GpuTimer, HostTimer
-from kda_cupy.errors import KdaError
-from kda_cupy.gpu import choose_backend
-
-INTERRUPTED: Final = 130
-"""Exit code of a command that Ctrl-C ended."""
+from kda_cupy.bench.compare import THRESHOLD_PERCENT, compare, differences
+from kda_cupy.bench.options import Refused, examples
+from kda_cupy.bench.record import Record
+from kda_cupy.bench.run import Run
+from kda_cupy.bench.timing import WORKLOADS
 
 
 @click.group()
@@ -73,16 +70,16 @@ def decode(
         measured.measure([replace(shape, B=B) for shape in shapes for B in batches])
 
 
-@bench.command()
+@bench.command(
+    epilog=examples(
+        "kda-cupy bench verify --preset kimi-k3-tp8 --tokens 1,2,4,8,16 --plot t.png",
+        "kda-cupy bench verify --mode rings --mode snapshots --norm --batch 64",
+    )
+)
 @options.SPECULATION
 @options.RUN
 def verify(**arguments: Any) -> None:
-    r"""Time the verify of draft tokens, kda_decode_mtp.
-
-    \b
-    kda-cupy bench verify --preset kimi-k3-tp8 --tokens 1,2,4,8,16 --plot t.png
-    kda-cupy bench verify --mode rings --mode snapshots --norm --batch 64
-    """
+    """Time the verify of draft tokens, kda_decode_mtp."""
     _speculation("verify", None, **arguments)
 
 
@@ -101,6 +98,62 @@ def speculative_round(*, accept: int | None, **arguments: Any) -> None:
     after the last one: what was read by the verify has left L2 by then.
     """
     _speculation("round", accept, **arguments)
+
+
+@bench.command(
+    name="suite",
+    epilog=examples(
+        "kda-cupy bench suite",
+        "kda-cupy bench suite --quick --only decode --json - | jq .rows",
+        "kda-cupy bench compare before.json kda-cupy-suite-20261201T040000.json",
+    ),
+)
+@options.preset(list(cases.PRESETS), default=", ".join(suite.PRESETS_OF_SUITE))
+@click.option(
+    "--only",
+    "groups",
+    multiple=True,
+    type=click.Choice([name for name in suite.GROUPS if name in WORKLOADS]),
+    help="Some of the operations; may be repeated. A round brings its verify and its commit. [default: all]",
+)
+@click.option("--quick", is_flag=True, help="Two batch sizes instead of four to eight.")
+@options.RUN
+def run_suite(
+    *,
+    presets: tuple[str, ...],
+    groups: tuple[str, ...],
+    quick: bool,
+    json_path: Path | None,
+    plot_path: Path | None,
+    **run: Any,
+) -> None:
+    """Time all operations over the published geometries, in about two minutes on a GPU.
+
+    Prints a table an operation, writes one record with all samples and draws a page of figures. Without --json and
+    --plot they go to kda-cupy-suite-DATE.json and .png in the current folder. Ctrl-C keeps what was measured.
+    """
+    if json_path is None:
+        json_path = Path(f"kda-cupy-suite-{datetime.now(UTC):%Y%m%dT%H%M%S}.json")
+        options.refuse_unwritable(json_path)
+        plot_path = plot_path or _picture_beside(json_path)
+    with Run(**run, view=render.print_compact, json_path=json_path, page_path=plot_path) as measured:
+        measured.measure(
+            suite.suite_cases(
+                presets or suite.PRESETS_OF_SUITE,
+                groups or suite.GROUPS,
+                quick=quick,
+                small=measured.on_numpy,
+            )
+        )
+
+
+def _picture_beside(path: Path) -> Path | None:
+    try:
+        figure.plot_formats()
+    except ImportError as cause:
+        click.echo(f"no figures: {cause}; pip install 'kda-cupy[plot]'", err=True)
+        return None
+    return path.with_suffix(".png")
 
 
 def _speculation(
@@ -167,11 +220,94 @@ def _shapes(
     return shapes
 
 
+RECORD: Final = click.Path(exists=True, dir_okay=False, path_type=Path)
+
+
 @bench.command()
-@click.argument("record", type=click.Path(exists=True, dir_okay=False, path_type=Path))
-def show(record: Path) -> None:
-    """Print the tables of a RECORD that ``--json`` wrote."""
-    render.print_record(read_record(record), sys.stdout)
+@click.argument("record", type=RECORD)
+@click.option("--compact", is_flag=True, help="One table an operation instead of one a geometry.")
+def show(record: Path, compact: bool) -> None:
+    """Print the tables of a RECORD that --json wrote."""
+    view = render.print_compact if compact else render.print_record
+    view(read_record(record), sys.stdout)
+
+
+@bench.command(
+    name="compare",
+    epilog=examples(
+        "kda-cupy bench suite --json before.json   # then change something",
+        "kda-cupy bench suite --json after.json",
+        "kda-cupy bench compare before.json after.json --changed",
+    ),
+)
+@click.argument("a", type=RECORD)
+@click.argument("b", type=RECORD)
+@click.option(
+    "--threshold",
+    type=click.FloatRange(min=0),
+    default=THRESHOLD_PERCENT,
+    show_default=True,
+    help="Percent; smaller changes are called the same.",
+)
+@click.option("--changed", is_flag=True, help="Show only what changed.")
+def compare_records(a: Path, b: Path, threshold: float, changed: bool) -> None:
+    """Show what changed from record A to record B; exit code 1 if a row became slower, or wrong.
+
+    Times are compared over those of their yardsticks, which ran between the same replays. ± is where 99 % of the
+    changes lie when samples are drawn again from those measured: a change smaller than that is noise.
+    """
+    old, new = read_record(a), read_record(b)
+    against = differences(old, new)
+    if against:
+        raise Refused(f"these records were not taken in the same way: {'; '.join(against)}")
+    changes = compare(old, new, threshold)
+    render.print_changes(changes, sys.stdout, only_changed=changed)
+    counts = Counter(change.verdict for change in changes)
+    click.echo(", ".join(f"{count} {verdict}" for verdict, count in counts.most_common()) or "no rows")
+    for name, path, record in (("A", a, old), ("B", b, new)):
+        ended = "" if record.complete else ", did not come to its end"
+        click.echo(f"{name}: {path}, {render.machine_name(record)}, {record.created[:16]}{ended}")
+    if any(change.is_regression for change in changes):
+        raise click.exceptions.Exit(1)
+
+
+@click.command(
+    name="report",
+    epilog=examples(
+        "kda-cupy report kda-cupy-suite-20261201T040000.json | less",
+        "kda-cupy report record.json --html report.html --markdown report.md --plot report.png",
+    ),
+)
+@click.argument("record", type=RECORD)
+@click.option(
+    "--markdown", type=options.FILE, callback=options.output, help="Write it there instead of to stdout."
+)
+@click.option(
+    "--html", type=options.FILE, callback=options.output, help="Write one page with everything in it."
+)
+@click.option(
+    "--plot",
+    "plot_path",
+    type=options.FILE,
+    callback=options.plot_output,
+    help="Draw the figures (.png, .svg, .pdf); the Markdown shows them.",
+)
+def report(record: Path, markdown: Path | None, html: Path | None, plot_path: Path | None) -> None:
+    """Make a page of a RECORD: Markdown, or HTML that stands alone.
+
+    Takes what kda-cupy bench ... --json and scripts/gpu_check.sh write. Without an option the Markdown goes to
+    stdout. HTML has its figures inside, if matplotlib is there to draw them.
+    """
+    found = read_record(record)
+    if plot_path is not None:
+        figure.write_page(found, plot_path)
+    if markdown is not None:
+        picture = None if plot_path is None else os.path.relpath(plot_path, markdown.parent)
+        markdown.write_text(pages.markdown(found, picture), encoding="utf-8")
+    if html is not None:
+        html.write_text(pages.html(found), encoding="utf-8")
+    if markdown is html is None:
+        click.echo(pages.markdown(found, None if plot_path is None else str(plot_path)), nl=False)
 
 
 def read_record(path: Path) -> Record:
@@ -180,117 +316,3 @@ def read_record(path: Path) -> Record:
         return Record.from_json(path.read_text(encoding="utf-8"))
     except (ValueError, OSError) as cause:
         raise Refused(f"{path}: {cause}") from None
-
-
-@dataclass(frozen=True)
-class Outputs:
-    """Where a record goes besides the table."""
-
-    json_path: Path | None = None
-    csv_path: Path | None = None
-    plot_path: Path | None = None
-
-    @property
-    def table(self) -> Any:
-        """The stream for the table: stdout, unless the record has it for itself."""
-        return sys.stderr if self.json_path == STDOUT else sys.stdout
-
-    def write(self, record: Record) -> None:
-        """Write what was asked for. Raises OSError."""
-        if self.json_path == STDOUT:
-            click.echo(record.to_json(), nl=False)
-        elif self.json_path is not None:
-            self.json_path.write_text(record.to_json(), encoding="utf-8")
-        if self.csv_path is not None:
-            with self.csv_path.open("w", newline="", encoding="utf-8") as file:
-                render.write_csv(record.rows, file)
-        if self.plot_path is not None:
-            figure.write_plot(record, self.plot_path)
-
-
-class Run:
-    """One measurement from the choice of the backend to the files; Ctrl-C inside it ends it early.
-
-    As a context manager, it turns refusals into one line, and prints and writes what there is when it is left.
-    """
-
-    def __init__(
-        self, *, backend: str, device: int | None, repeats: int, warm: bool, **outputs: Path | None
-    ) -> None:
-        self._outputs = Outputs(**outputs)
-        try:
-            self._timer = _timer(backend, device, warm, repeats)
-        except KdaError as refusal:
-            raise Refused(f"{refusal.code}: {refusal}") from None
-        self.on_numpy = isinstance(self._timer, HostTimer)
-        self._wanted = self._done = 0
-        self._record = Record(
-            environment.collect([] if self.on_numpy else [device or 0]), self._timer.protocol
-        )
-
-    def scaled(self, shapes: list[Case], *, keep: bool) -> list[Case]:
-        """Few heads for NumPy, unless they were asked for."""
-        return [shape.small() for shape in shapes] if self.on_numpy and not keep else shapes
-
-    def measure(self, wanted: list[Case]) -> None:
-        """Append the rows of each case; what does not fit in memory is a row as well."""
-        self._wanted = len(wanted)
-        for self._done, case in enumerate(wanted):
-            with _progress(f"[{self._done + 1}/{self._wanted}] {case}") as stage:
-                try:
-                    rows = self._timer.measure(case, stage)
-                except MemoryError as cause:
-                    rows = [make_row(case, status="skipped", note=f"not enough memory: {cause}")]
-            self._record.rows += rows
-
-    def __enter__(self) -> Run:
-        return self
-
-    def __exit__(self, kind: object, cause: BaseException | None, trace: object) -> None:
-        if isinstance(cause, KdaError):
-            raise Refused(f"{cause.code}: {cause}") from None
-        if isinstance(cause, KeyboardInterrupt):
-            self._record.complete = False
-            click.echo(f"interrupted: {self._done} of {self._wanted} cases measured", err=True)
-        elif cause is not None:
-            return
-        record = self._record
-        render.print_record(record, self._outputs.table)
-        try:
-            self._outputs.write(record)
-        except OSError as failed:
-            raise Refused(f"{failed}; the table above is all that is left of this run") from None
-        if not record.complete:
-            raise click.exceptions.Exit(INTERRUPTED)
-        if any(row.status != "timed" for row in record.rows):
-            raise click.exceptions.Exit(1)
-
-
-def _timer(backend: str, device: int | None, warm: bool, repeats: int) -> GpuTimer | HostTimer:
-    """Choose the backend; on stderr, say which it is and why. Asking for a certain GPU is asking for CUDA."""
-    backend, why = choose_backend("cuda" if backend == "auto" and device is not None else backend)
-    click.echo(f"backend: {'numpy, on small shapes' if backend == 'numpy' else 'cuda'} ({why})", err=True)
-    if backend == "numpy":
-        if device is not None or warm:
-            raise click.UsageError("--device and --warm mean nothing on the NumPy backend")
-        return HostTimer(repeats=repeats)
-    try:
-        return GpuTimer(device or 0, warm=warm, repeats=repeats)
-    except ValueError as cause:
-        raise click.BadParameter(str(cause), param_hint="--device") from None
-
-
-@contextmanager
-def _progress(what: str) -> Iterator[Any]:
-    """A line on stderr, gone afterwards; only on a terminal. No thread draws it, for that would disturb host times."""
-    visible = sys.stderr.isatty()
-
-    def stage(doing: str) -> None:
-        if visible:
-            click.echo(f"\r{f'{what}: {doing}':<79.79}", err=True, nl=False)
-
-    try:
-        yield stage
-    finally:
-        if visible:
-            click.echo(f"\r{'':79}\r", err=True, nl=False)

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Final, TypeVar
@@ -60,9 +61,20 @@ def output(ctx: click.Context, param: click.Parameter, path: Path | None) -> Pat
     """Refuse before the measurement what would fail after it."""
     if path == STDOUT and param.name != "json_path":
         raise click.BadParameter("only --json goes to stdout", ctx, param)
-    if path is not None and not path.absolute().parent.is_dir():
-        raise click.BadParameter(f"there is no folder {path.parent}", ctx, param)
+    if path is not None and path != STDOUT:
+        refuse_unwritable(path, ctx, param)
     return path
+
+
+def refuse_unwritable(
+    path: Path, ctx: click.Context | None = None, param: click.Parameter | None = None
+) -> None:
+    """Raise BadParameter for a file that could not be written."""
+    folder = path.absolute().parent
+    if not folder.is_dir():
+        raise click.BadParameter(f"there is no folder {path.parent}", ctx, param)
+    if not os.access(path if path.exists() else folder, os.W_OK):
+        raise click.BadParameter(f"{path} cannot be written to", ctx, param)
 
 
 def plot_output(ctx: click.Context, param: click.Parameter, path: Path | None) -> Path | None:
@@ -80,6 +92,11 @@ def plot_output(ctx: click.Context, param: click.Parameter, path: Path | None) -
     return output(ctx, param, path)
 
 
+def examples(*lines: str) -> str:
+    """An epilog that shows commands as they are typed."""
+    return "\b\nExamples:\n" + "\n".join(f"  {line}" for line in lines)
+
+
 def together(*options: Callable[[Any], Any]) -> Callable[[Function], Function]:
     """Several options as one decorator, shown in this order."""
 
@@ -91,14 +108,16 @@ def together(*options: Callable[[Any], Any]) -> Callable[[Function], Function]:
     return decorate
 
 
-def preset(names: list[str]) -> Callable[[Any], Any]:
+def preset(names: list[str], default: str = cases.DEFAULT_PRESET) -> Callable[[Any], Any]:
     """``--preset``, of those names."""
     return click.option(
         "--preset",
         "presets",
         multiple=True,
         type=click.Choice(names),
-        help=f"Heads, dims, operation and gate of a model; may be repeated. [default: {cases.DEFAULT_PRESET}]",
+        metavar="NAME",
+        help=f"A model's heads, dims, operation and gate: {', '.join(names)}; may be repeated. "
+        f"[default: {default}]",
     )
 
 

@@ -17,6 +17,7 @@ from kda_cupy.bench.judge import Verdict
 
 SCHEMA: Final = "kda_cupy.bench"
 SCHEMA_VERSION: Final = 2
+GPU_CHECK: Final = "kda_cupy.gpu_check"
 READABLE: Final = (1, 2)
 """Versions; what a row of an older one does not say has the default of its field."""
 
@@ -100,6 +101,11 @@ class Row:
     yardstick_samples_us: tuple[float, ...] = ()
 
     @property
+    def identity(self) -> tuple[Any, ...]:
+        """What makes it the same row of another record."""
+        return tuple([getattr(self, name) for name in _IDENTITY])
+
+    @property
     def gb_per_s(self) -> float | None:
         """Of the operation: ``bytes_moved`` over the median."""
         return self.bytes_moved / self.median_us / 1e3 if self.bytes_moved and self.median_us else None
@@ -110,6 +116,13 @@ class Row:
         return self.median_us / self.yardstick_us if self.median_us and self.yardstick_us else None
 
     @property
+    def yardstick_speed(self) -> float | None:
+        """Bytes a microsecond."""
+        return (
+            self.yardstick_bytes / self.yardstick_us if self.yardstick_bytes and self.yardstick_us else None
+        )
+
+    @property
     def is_slow(self) -> bool:
         """A decode at less than half the speed of the yardstick, which does all of its work but the arithmetic."""
         return self.operation == "decode" and self.ratio is not None and self.ratio > 2
@@ -118,6 +131,11 @@ class Row:
         """All but the samples, and what follows from them: a line of a CSV file."""
         values = {each.name: getattr(self, each.name) for each in fields(self) if "samples" not in each.name}
         return values | {"gb_per_s": self.gb_per_s, "ratio": self.ratio}
+
+
+_IDENTITY: Final = tuple(
+    name for name in (*(each.name for each in fields(Case)), "gate") if name != "lower_bound"
+)
 
 
 def summarize(samples_us: Sequence[float]) -> dict[str, Any]:
@@ -153,6 +171,8 @@ class Record:
     rows: list[Row] = field(default_factory=list)
     complete: bool = True
     """False if it was interrupted."""
+    kernel_digests: dict[str, str] = field(default_factory=dict)
+    """Of every source under kernels/, whichever were used; registers and bytes of those stand in the rows."""
     created: str = field(default_factory=lambda: datetime.now(UTC).isoformat(timespec="seconds"))
 
     def to_json(self) -> str:
@@ -169,6 +189,8 @@ class Record:
             named = stored.pop("schema"), stored.pop("schema_version")
         except (ValueError, KeyError, TypeError, AttributeError) as cause:
             raise ValueError("not a benchmark record") from cause
+        if named[0] == GPU_CHECK and isinstance(stored.get("bench"), dict):
+            return cls._from_gpu_check(stored)
         if named[0] != SCHEMA or named[1] not in READABLE:
             raise ValueError(
                 f"a record of {named[0]} {named[1]}; this version reads {SCHEMA} {SCHEMA_VERSION}"
@@ -178,6 +200,17 @@ class Record:
             return cls(rows=rows, protocol=Protocol(**stored.pop("protocol")), **stored)
         except (KeyError, TypeError, AttributeError) as cause:
             raise ValueError(f"a damaged benchmark record: {cause}") from cause
+
+    @classmethod
+    def _from_gpu_check(cls, stored: dict[str, Any]) -> Record:
+        """The benchmark within a record of scripts/gpu_check.sh, whose environment stands beside it."""
+        environment = stored.get("environment", {})
+        gpu = {"index": stored["bench"].get("protocol", {}).get("device"), **environment.get("gpu", {})}
+        bench = {
+            "kernel_digests": stored.get("kernel_digests", {}), **stored["bench"],
+            "environment": {**environment, "gpus": [gpu]},
+        }  # fmt: skip
+        return cls.from_json(json.dumps(bench))
 
 
 def _read_row(stored: dict[str, Any]) -> Row:

@@ -213,7 +213,8 @@ B=64: wrong: error of out is nan, above 0.003; error of state is 0.03, above
 
 NVIDIA H200, cold L2: 300 MB or more of state move between two uses of a slot.
 us: median of 9 samples a row (CUDA graph replays, by events).
-RW: reads, scales and writes the same state, nothing else. ratio: us / RW us.
+RW: reads, scales and writes the same state, nothing else.
+ratio: us / RW us.
 !: less than half the speed of the yardstick. Something is wrong here.
 packed_decode[kda,bounded,K128,V128,bfloat16], 96 registers, source 01234567.
 kda_cupy 0.1.0, python 3.12.3, numpy 2.5.2, cupy 14.2.0, nvrtc 13.0, driver
@@ -308,7 +309,12 @@ def test_plot_is_drawn(record, tmp_path):
     pytest.importorskip("matplotlib", reason="matplotlib is not installed; pip install 'kda-cupy[plot]'")
     figure.write_plot(record, tmp_path / "plot.svg")
     drawn = (tmp_path / "plot.svg").read_text()
-    for text in ("rows B", "yardstick RW", "kda, H=12, HV=12", "floor: all bytes at 4 TB/s"):
+    for text in (
+        "rows B",
+        "yardstick RW",
+        "decode: kda H=12 bfloat16 bounded gate",
+        "floor: all bytes at 4 TB/s",
+    ):
         assert text in drawn
 
 
@@ -327,7 +333,8 @@ def no_gpu(monkeypatch):
 def test_without_gpu_it_says_so_and_runs_on_numpy(no_gpu, tmp_path):
     result = run("decode", "--batch", "1,2", "--repeats", 9, "--json", tmp_path / "record.json")
     assert result.exit_code == 0
-    (line,) = result.stderr.splitlines()
+    line, written = result.stderr.splitlines()
+    assert written == f"wrote {tmp_path / 'record.json'}"
     assert line.startswith("backend: numpy, on small shapes (")
     assert "a machine without one" in line
     record = Record.from_json((tmp_path / "record.json").read_text())

@@ -4,8 +4,6 @@
 import json
 from pathlib import Path
 
-import pytest
-
 from kda_cupy.bench.cases import Case
 from kda_cupy.bench.record import Protocol, Record, make_row
 from scripts import write_gpu_record, write_readme_table
@@ -13,26 +11,22 @@ from scripts import write_gpu_record, write_readme_table
 RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
 
 
-def stored(*operations, repeats=9, complete=True):
-    record = Record({"cpu": "a CPU"}, Protocol("cuda", "graphs", "cold", repeats), complete=complete)
+def stored(*operations, complete=True):
+    record = Record({"cpu": "a CPU"}, Protocol("cuda", "graphs", "cold", 9), complete=complete)
     record.rows = [
         make_row(Case("kda", 1, 1, operation=operation), median_us=1.0) for operation in operations
     ]
     return json.loads(record.to_json())
 
 
-def test_records_are_merged_in_order():
-    whole = write_gpu_record.merged([stored("decode"), stored("verify", "commit")])
-    assert [row["operation"] for row in whole["rows"]] == ["decode", "verify", "commit"]
-    assert (whole["schema"], whole["complete"]) == ("kda_cupy.bench", True)
-    assert "environment" not in whole
-    assert not write_gpu_record.merged([stored("decode"), stored("verify", complete=False)])["complete"]
-    assert write_gpu_record.merged([]) == {"rows": [], "complete": False}
-
-
-def test_records_of_two_methods_are_not_merged():
-    with pytest.raises(ValueError, match="differ in protocol"):
-        write_gpu_record.merged([stored("decode"), stored("verify", repeats=15)])
+def test_the_benchmark_in_a_record_of_a_gpu_check(tmp_path):
+    path = tmp_path / "bench.json"
+    assert write_gpu_record.benchmark(path) == {"rows": [], "complete": False}
+    path.write_text(json.dumps(stored("decode", "verify", complete=False)))
+    kept = write_gpu_record.benchmark(path)
+    assert (kept["schema"], kept["schema_version"], kept["complete"]) == ("kda_cupy.bench", 2, False)
+    assert [row["operation"] for row in kept["rows"]] == ["decode", "verify"]
+    assert "environment" not in kept  # what of it is published stands beside it
 
 
 def test_newest_record_that_has_the_operations(tmp_path):

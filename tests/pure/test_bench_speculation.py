@@ -261,7 +261,8 @@ CAPTION = """\
 NVIDIA H200, cold L2: 315 MB or more of state move between two uses of a slot.
 us: median of 9 samples a row (CUDA graph replays, by events).
 RW: reads, scales and writes the same state, nothing else.
-R: reads the same state, nothing else. ratio: us / that us.
+R: reads the same state, nothing else.
+ratio: us / yardstick us.
 round: all slots are verified, then the first of them is committed; its state is
 out of L2 by then.
 n: tokens of a request that the commit keeps.
@@ -288,7 +289,7 @@ def test_plot_shows_time_over_requests_and_over_tokens(record, tmp_path):
     pytest.importorskip("matplotlib", reason="matplotlib is not installed; pip install 'kda-cupy[plot]'")
     figure.write_plot(record, tmp_path / "plot.svg")
     drawn = (tmp_path / "plot.svg").read_text()
-    for text in ("requests N", "tokens of a request t", "floor: all bytes at 4.39 TB/s", "N=256", "t=8, n=4"):
+    for text in ("requests N", "tokens of a request t", "floor: all bytes at 4.39 TB/s", "N=256", "t=8 n=4"):
         assert text in drawn
 
 
