@@ -20,7 +20,7 @@ from kda_cupy.bench.naming import grouped, names_of, series, title_of
 from kda_cupy.bench.record import Record, Row, make_row
 
 WIDTH: Final = 80
-COMPACT_BATCHES: Final = (1, 8, 64, 256)
+COMPACT_BATCHES: Final[tuple[int, ...]] = (1, 8, 64, 256)
 """Columns of a compact table, if there are more sizes than it has room for."""
 YARDSTICKS: Final = {
     "RW": "reads, scales and writes the same state, nothing else",
