@@ -8,6 +8,8 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+from kda_cupy.bench.render import three_digits
+
 ROOT = Path(__file__).parents[1]
 BATCHES = (1, 8, 64, 256)
 START, END = (
@@ -61,15 +63,19 @@ def table(record: dict[str, Any], name: str, operations: Iterable[str]) -> str:
         "|---" * (len(BATCHES) + 1 + several) + "|",
     ]
     for shape, rows in lines_by_name.items():
-        cells = [
-            f"{rows[B]['median_us']:.3g} (x{rows[B]['median_us'] / rows[B]['yardstick_us']:.2f})"
-            if B in rows
-            else "-"
-            for B in BATCHES
-        ]
+        if not set(rows).issuperset(BATCHES):  # a sweep over something else
+            continue
+        cells = [cell(rows[B]) for B in BATCHES]
         which = [next(iter(rows.values())).get("yardstick", "RW")] if several else []
         lines.append(f"| {shape} | " + " | ".join([*which, *cells]) + " |")
     return "\n".join(lines)
+
+
+def cell(row: dict[str, Any]) -> str:
+    """Time and ratio, or why there is none."""
+    if row["median_us"] is None:
+        return str(row["status"])
+    return f"{three_digits(row['median_us'])} (x{row['median_us'] / row['yardstick_us']:.2f})"
 
 
 def with_tables(readme: str) -> str:

@@ -175,3 +175,29 @@ def test_a_round_from_end_to_end(name, tmp_path):
         assert row.local_bytes == 0
         if name != "warm":
             assert row.ratio > LEAST_RATIO[row.operation]
+
+
+def test_the_suite_from_end_to_end(tmp_path):
+    path = tmp_path / "record.json"
+    options = [
+        "--quick",
+        "--only",
+        "decode",
+        "--preset",
+        "kimi-k3-tp8",
+        "--repeats",
+        "9",
+        "--json",
+        str(path),
+    ]
+    done = CliRunner().invoke(command.bench, ["suite", "--backend", "cuda", *options], catch_exceptions=False)
+    assert done.exit_code == 0, done.output
+    record = Record.from_json(path.read_text())
+    assert record.kernel_digests == {name: sources.digest(name) for name in sources.kernel_names()}
+    assert [(row.operation, row.B, row.local_bytes) for row in record.rows] == [
+        ("decode", 1, 0),
+        ("decode", 64, 0),
+    ]
+    assert "decode, us and ratio: kda H=12 bfloat16 bounded gate" in done.stdout
+    same = CliRunner().invoke(command.bench, ["compare", str(path), str(path)], catch_exceptions=False)
+    assert (same.exit_code, "2 same" in same.stdout) == (0, True)

@@ -68,14 +68,19 @@ def test_a_table_of_verify_commit_and_round() -> None:
             ("verify", 0, 3, "R"),
             ("decode", 0, 2, "RW"),
         )
-        for B in (1, 8, 64)
+        for B in (1, 8, 64, 256)
     ]
+    rows += [
+        shape | {"operation": "verify", "t": 16, "B": 64, "accept": 0, "median_us": 9.0, "yardstick": "R"}
+    ]
+    rows[-2] |= {"median_us": None, "status": "wrong"}  # a decode, in another table
+    rows[0] |= {"median_us": None, "status": "skipped"}
     text = module.table({"gpu": "NVIDIA H200", "bench": {"rows": rows}}, "record.json", ("verify", "round"))
     assert text.splitlines()[2:] == [
         "| | | N=1 | N=8 | N=64 | N=256 |",
         "|---|---|---|---|---|---|",
-        "| verify t=8, rings, H=12 | R | 3 (x1.50) | 24 (x12.00) | 192 (x96.00) | - |",
-        "| round t=8 keeping 4, rings, H=12 | RW | 5 (x2.50) | 40 (x20.00) | 320 (x160.00) | - |",
+        "| verify t=8, rings, H=12 | R | 3.00 (x1.50) | 24.0 (x12.00) | 192 (x96.00) | 768 (x384.00) |",
+        "| round t=8 keeping 4, rings, H=12 | RW | skipped | 40.0 (x20.00) | 320 (x160.00) | 1280 (x640.00) |",
     ]
 
 
