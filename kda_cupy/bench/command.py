@@ -127,7 +127,7 @@ def run_suite(
     plot_path: Path | None,
     **run: Any,
 ) -> None:
-    """Time all operations over the published geometries, in about two minutes on a GPU.
+    """Time all operations over the published geometries.
 
     Prints a table an operation, writes one record with all samples and draws a page of figures. Without --json and
     --plot they go to kda-cupy-suite-DATE.json and .png in the current folder. Ctrl-C keeps what was measured.

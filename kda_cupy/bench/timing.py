@@ -34,7 +34,12 @@ REUSE_L2: Final = 5
 """Times the size of the L2 cache, if that is more."""
 MIN_LAUNCHES: Final = 20
 MIN_REPEATS: Final = 9
-_HOST_CALLS, _HOST_SAMPLES = 20, 15
+HOST_CALLS: Final = 20
+"""A sample of host time."""
+HOST_SAMPLES: Final = 15
+MIN_HOST_SAMPLES: Final = 3
+HOST_BUDGET_US: Final = 100_000
+"""Of GPU time, for the host time of a row."""
 
 Stage = Callable[[str], None]
 
@@ -120,8 +125,8 @@ class GpuTimer:
                 **_kernel(part),
                 note=f"only {reuse_bytes / 1e6:.3g} MB of state between two uses of a slot" if short else "",
                 bytes_moved=part.bytes_moved,
-                host_eager_us=self._host_us(part.eager),
-                host_bound_us=self._host_us(part.bound),
+                host_eager_us=self._host_us(part.eager, float(np.median(taken))),
+                host_bound_us=self._host_us(part.bound, float(np.median(taken))),
                 launches=rotation.launches,
                 reuse_bytes=reuse_bytes,
             )
@@ -166,15 +171,18 @@ class GpuTimer:
         n = len(sequences)
         return [[span / each.times for span in spans[i::n]] for i, each in enumerate(sequences)]
 
-    def _host_us(self, call: Call) -> float:
-        """Wall clock of a call that is not waited for; the queue is emptied before it fills up."""
-        samples = []
-        for _ in range(_HOST_SAMPLES):
+    def _host_us(self, call: Call, gpu_us: float) -> float:
+        """Wall clock of a call that is not waited for; the queue is emptied before it fills up.
+
+        gpu_us: what the GPU takes for one. Where that is long, a few samples have to do.
+        """
+        samples: list[float] = []
+        for _ in range(max(MIN_HOST_SAMPLES, min(HOST_SAMPLES, int(HOST_BUDGET_US / (HOST_CALLS * gpu_us))))):
             self._device.synchronize()
             start = time.perf_counter()
-            for _ in range(_HOST_CALLS):
+            for _ in range(HOST_CALLS):
                 call()
-            samples.append((time.perf_counter() - start) / _HOST_CALLS * 1e6)
+            samples.append((time.perf_counter() - start) / HOST_CALLS * 1e6)
         self._device.synchronize()
         return float(np.median(samples))
 

@@ -92,6 +92,8 @@ def machine(monkeypatch):
     monkeypatch.setattr(timing, "require_gpu", lambda: cupy)
     monkeypatch.setattr(timing, "StatePool", lambda *sizes, device: StatePool(*sizes, device="cpu"))
     monkeypatch.setattr(timing, "REUSE_BYTES", 1 << 20)
+    monkeypatch.setattr(timing, "HOST_CALLS", 2)
+    monkeypatch.setattr(timing, "HOST_SAMPLES", 5)
 
     def bind(operation, *operands, **options):
         call = launch.bind(operation, *operands, **options)
@@ -208,3 +210,12 @@ def test_a_wrong_answer_is_not_timed(machine, monkeypatch):
     (row,), stages, _ = measure(ROUND)
     assert row.status == "wrong" and "error of state" in row.note
     assert "timing" not in stages
+
+
+@pytest.mark.parametrize(("us", "samples"), [(2.5, 5), (1e5, timing.MIN_HOST_SAMPLES)])
+def test_host_time_of_long_kernels_takes_fewer_calls(us, samples, machine, monkeypatch):
+    monkeypatch.setitem(US, "packed_decode", us)
+    measure(DECODE)
+    replays = [place for place, each in enumerate(machine.history) if isinstance(each, tuple)]
+    behind = machine.history[replays[-1] :]
+    assert behind.count("packed_decode") == samples * timing.HOST_CALLS
