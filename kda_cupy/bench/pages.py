@@ -122,8 +122,8 @@ def html(record: Record) -> str:
 
 
 def _title(record: Record) -> str:
-    version = record.environment.get("kda_cupy", "")
-    return f"kda_cupy {version} on {render.machine_name(record)}, {record.created[:10]}"
+    ours = " ".join(filter(None, ("kda_cupy", record.environment.get("kda_cupy"))))
+    return f"{ours} on {render.machine_name(record)}, {record.created[:10]}"
 
 
 def _blocks(record: Record) -> Iterable[Block]:
