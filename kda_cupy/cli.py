@@ -12,16 +12,14 @@ import numpy as np
 
 import kda_cupy
 from kda_cupy import dtypes, trace
-from kda_cupy.bench.command import Refused, bench
-from kda_cupy.bench.judge import OUT_BOUNDS
+from kda_cupy.bench.command import bench, report
+from kda_cupy.bench.judge import CHAINED_BOUND, OUT_BOUNDS
+from kda_cupy.bench.options import Refused
 from kda_cupy.doctor import doctor
 from kda_cupy.error_pages import errors
 from kda_cupy.errors import KdaError
 from kda_cupy.gpu import choose_backend
 from kda_cupy.warmup import warmup
-
-#: Contract: up to 16 chained tokens, state and (in float32) output. Half types: the rounding of the output alone.
-CHAINED_BOUND = 1e-5
 
 
 class _Commands(click.Group):
@@ -87,5 +85,5 @@ def _to_and_from(backend: str) -> tuple[Callable[[Any], Any], Callable[[Any], An
     return cupy.asarray, cupy.asnumpy
 
 
-for command in (bench, doctor, errors, warmup):
+for command in (bench, doctor, errors, report, warmup):
     main.add_command(command)

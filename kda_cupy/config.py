@@ -97,8 +97,14 @@ class PackedDecodeConfig:
 class YardstickConfig:
     """kernels/yardstick.cu: what a kernel that only moves the state would take."""
 
+    moves: str
+    """``"RW"`` (reads and writes), ``"R"`` (reads) or ``"SNAP"`` (reads once, stores copies)."""
     K: int
     V: int
+    warps: int
+    """A block."""
+    loads: int
+    """Of 16 bytes, that a lane has in flight."""
     params_bytes: int
 
     @property
@@ -107,7 +113,7 @@ class YardstickConfig:
 
     @property
     def entry(self) -> str:
-        return "read_write"
+        return "yardstick"
 
     @property
     def shared_bytes(self) -> int:
@@ -115,10 +121,17 @@ class YardstickConfig:
 
     @property
     def variant(self) -> str:
-        return f"{self.entry}[K{self.K},V{self.V}]"
+        return f"{self.entry}[{self.moves},K{self.K},V{self.V},{self.warps}x{self.loads}]"
 
     def defines(self) -> tuple[str, ...]:
-        return (f"-DKDA_K={self.K}", f"-DKDA_V={self.V}", f"-DKDA_PARAMS_BYTES={self.params_bytes}")
+        return (
+            f"-DKDA_MOVES=KDA_{self.moves}",
+            f"-DKDA_K={self.K}",
+            f"-DKDA_V={self.V}",
+            f"-DKDA_WARPS={self.warps}",
+            f"-DKDA_LOADS={self.loads}",
+            f"-DKDA_PARAMS_BYTES={self.params_bytes}",
+        )
 
 
 CHAIN_BYTES: Final = 4 * (5 * 8 * 128 + 3 * 16 * 136 + 4 * 16 * 8 + 8)

@@ -90,8 +90,8 @@ class BoundCall:
     operands' library has immutable arrays (JAX) it is a CuPy or NumPy array, yours to hand on.
 
     Attributes: ``out`` and ``results`` (what the operation returns), ``variant`` (the kernel, or the backend),
-    ``registers`` (per thread; 0 on NumPy), ``bytes_moved`` (of one call, by the operation's own formula, all
-    rows live).
+    ``registers`` (per thread; 0 on NumPy), ``kernel`` (None on NumPy), ``bytes_moved`` (of one call, by the
+    operation's own formula, all rows live).
     """
 
     def __init__(self, call: Call, bytes_moved: int) -> None:
@@ -105,14 +105,19 @@ class BoundCall:
         return self.results[0] if isinstance(self.results, tuple) else self.results
 
     @property
+    def kernel(self) -> Kernel | None:
+        """The compiled kernel; None on NumPy."""
+        return self._call.kernel if isinstance(self._call, Launch) else None
+
+    @property
     def variant(self) -> str:
         """Name of the kernel variant, or ``"numpy"``."""
-        return self._call.kernel.variant if isinstance(self._call, Launch) else "numpy"
+        return self.kernel.variant if self.kernel else "numpy"
 
     @property
     def registers(self) -> int:
         """Registers a thread; 0 on NumPy."""
-        return self._call.kernel.registers if isinstance(self._call, Launch) else 0
+        return self.kernel.registers if self.kernel else 0
 
     def __call__(self) -> Any:
         """Launch (or compute), and return what the operation returns."""

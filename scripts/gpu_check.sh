@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Everything that CI cannot see, in one call on a machine with a GPU: the GPU tests, compute-sanitizer on a short
-# selection, and the benchmark table. Writes one record: benchmarks/results/DATE-GPU.json, or into FOLDER.
+# selection, and the benchmark tables. Writes one record: benchmarks/results/DATE-GPU.json, or into FOLDER.
 #
 #   scripts/gpu_check.sh [FOLDER]
 #
@@ -43,7 +43,6 @@ echo "exit code $?" >> "$work/planted.log"
 grep -E "SUMMARY|exit code" "$work/planted.log"
 
 echo "== benchmark"
-"$python" -m kda_cupy bench decode --backend cuda --preset kimi-k3-tp8 --preset kimi-linear-48b --preset qwen3-next \
-    --batch 1,2,3,4,8,32,64,256 --json "$work/bench.json"
+"$python" -m kda_cupy bench suite --backend cuda --repeats 15 --json "$work/bench.json"
 
 "$python" scripts/write_gpu_record.py "$work" "$folder"

@@ -1,22 +1,24 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is measured: geometries of published models as data, and random operands for them."""
+"""What is measured: operations, geometries of published models as data, and random numbers for them."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any, Final, NamedTuple
+from typing import Any, Final
 
 import numpy as np
 
 from kda_cupy.checks import MAX_K
 from kda_cupy.dtypes import by_name
-from kda_cupy.ops.packed_decode import gdn_packed_decode, kda_packed_decode
+from kda_cupy.ops.mtp_checks import DIM, MAX_TOKENS
 
-OPERATIONS: Final[dict[str, Callable[..., Any]]] = {"kda": kda_packed_decode, "gdn": gdn_packed_decode}
+RULES: Final = ("kda", "gdn")
+MODES: Final = ("rings", "snapshots")
+"""How a verify leaves what a commit needs."""
 LOWER_BOUND: Final = -5.0
 """Of the bounded gate, as Kimi-K3 has it."""
 BATCHES: Final = (1, 8, 32, 64, 256)
+SPECULATION_BATCHES: Final = (1, 8, 64, 256)
 SMALL_BATCHES: Final = (1, 2, 4, 8)
 SMALL_HEADS: Final = 4
 """For the NumPy backend: enough to see that it works."""
@@ -24,7 +26,10 @@ SMALL_HEADS: Final = 4
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """One packed decode: B rows, H query/key heads, HV value heads, state [HV, V, K] float32 per row."""
+    """One operation on B rows: H query/key heads, HV value heads, state [HV, V, K] float32 per row.
+
+    A row is a token (decode) or a request of t tokens (verify, commit, round).
+    """
 
     op: str
     """``"kda"`` or ``"gdn"``."""
@@ -36,6 +41,16 @@ class Case:
     lower_bound: float | None = None
     """None: the softplus gate."""
     B: int = 1
+    operation: str = "decode"
+    """``"decode"``, ``"verify"``, ``"commit"`` or ``"round"``, which is a verify and a commit."""
+    t: int = 1
+    """Tokens of a request."""
+    mode: str = ""
+    """One of :data:`MODES`; nothing for a decode."""
+    accept: int = 0
+    """Tokens that the commit keeps; 0 where there is none."""
+    norm: bool = False
+    """With the fused output norm."""
 
     @property
     def gate(self) -> str:
@@ -54,6 +69,16 @@ class Case:
             return f"{self.HV} value heads cannot be shared among {self.H} heads; take a multiple"
         if self.K % 4 or self.K > MAX_K:
             return f"head dim {self.K}: wanted a multiple of 4 up to {MAX_K}"
+        if self.operation == "decode":
+            return ""
+        if (self.op, self.K, self.V) != ("kda", DIM, DIM):
+            return (
+                f"{self.operation} is there for kda with K = V = {DIM}; got {self.op}, K={self.K}, V={self.V}"
+            )
+        if not 1 <= self.t <= MAX_TOKENS:
+            return f"{self.t} tokens a request; wanted 1 to {MAX_TOKENS}"
+        if not 0 <= self.accept <= self.t:
+            return f"{self.accept} of {self.t} tokens cannot be accepted"
         return ""
 
     def small(self) -> Case:
@@ -63,6 +88,10 @@ class Case:
         group = self.HV // self.H
         H = max(1, SMALL_HEADS // group)
         return replace(self, H=H, HV=H * group)
+
+    def __str__(self) -> str:
+        mtp = f" t={self.t} {self.mode}" if self.operation != "decode" else ""
+        return f"{self.op} {self.operation} H={self.H} HV={self.HV}{mtp} B={self.B}"
 
 
 # Heads, head dims and gates as in the published configurations; -tpN is one GPU's share of N.
@@ -81,45 +110,15 @@ _DISTINCT_ROWS = 4096
 """Random numbers are drawn for so many rows; larger batches repeat them."""
 
 
-class Inputs(NamedTuple):
-    """The operands in front of the state, as NumPy arrays."""
-
-    mixed_qkv: Any
-    """[B, 2*H*K + HV*V]"""
-    a: Any
-    """[B, HV*K] (KDA) or [B, HV] (GDN)"""
-    b: Any
-    """[B, HV]"""
-    A_log: Any
-    """[HV], float32"""
-    dt_bias: Any
-    """[HV*K] or [HV], float32"""
-
-    def rows(self, selection: Any) -> Inputs:
-        """Some of the rows: an index array or a slice."""
-        return self._replace(mixed_qkv=self.mixed_qkv[selection], a=self.a[selection], b=self.b[selection])
-
-
-def make_inputs(case: Case, rows: int, rng: np.random.Generator) -> Inputs:
-    """Random operands, never zero: zeros move faster than data."""
-    gates = case.HV * case.K if case.op == "kda" else case.HV
-
-    def activations(width: int) -> Any:
-        drawn = random_array(rng, (min(rows, _DISTINCT_ROWS), width)).astype(by_name(case.dtype))
-        return np.resize(drawn, (rows, width))
-
-    return Inputs(
-        mixed_qkv=activations(2 * case.H * case.K + case.HV * case.V),
-        a=activations(gates),
-        b=activations(case.HV),
-        A_log=rng.uniform(-2, 1, case.HV).astype(np.float32),
-        dt_bias=random_array(rng, (gates,)) / 2,
-    )
-
-
 def random_state(case: Case, slots: int, rng: np.random.Generator) -> Any:
     """[slots, HV, V, K] float32: rows are values V, columns are keys K."""
     return random_array(rng, (slots, case.HV, case.V, case.K))
+
+
+def random_rows(rng: np.random.Generator, rows: int, width: int, dtype: str) -> Any:
+    """[rows, width] of activations, never zero: zeros move faster than data."""
+    drawn = random_array(rng, (min(rows, _DISTINCT_ROWS), width)).astype(by_name(dtype))
+    return np.resize(drawn, (rows, width))
 
 
 def random_array(rng: np.random.Generator, shape: tuple[int, ...]) -> Any:

@@ -3,198 +3,57 @@
 
 from __future__ import annotations
 
+import os
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections import Counter
 from dataclasses import replace
+from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import click
 
-from kda_cupy import environment
-from kda_cupy.bench import cases, render
+from kda_cupy.bench import cases, figure, options, pages, render, suite
 from kda_cupy.bench.cases import Case
+from kda_cupy.bench.compare import THRESHOLD_PERCENT, compare, differences
 from kda_cupy.bench.host import host
-from kda_cupy.bench.record import Record, make_row
-from kda_cupy.bench.timing import MIN_REPEATS, GpuTimer, HostTimer
-from kda_cupy.dtypes import C_NAMES
-from kda_cupy.errors import KdaError
-from kda_cupy.gpu import choose_backend
-
-STDOUT = Path("-")
-MAX_BATCH = 1 << 20
-INTERRUPTED = 130
-"""Exit code of a command that Ctrl-C ended."""
-
-
-class Refused(click.ClickException):
-    """Ends the command with one sentence and exit code 2."""
-
-    exit_code = 2
-
-
-def _batches(ctx: click.Context, param: click.Parameter, text: str | None) -> tuple[int, ...] | None:
-    if text is None:
-        return None
-    try:
-        batches = tuple(dict.fromkeys(int(each) for each in text.split(",")))
-    except ValueError:
-        raise click.BadParameter(f"{text!r} is not a list such as 1,8,64", ctx, param) from None
-    if not all(0 < B <= MAX_BATCH for B in batches):
-        raise click.BadParameter(f"{text!r}: a batch has 1 to {MAX_BATCH:,} rows", ctx, param)
-    return batches
-
-
-def _output(ctx: click.Context, param: click.Parameter, path: Path | None) -> Path | None:
-    """Refuse before the measurement what would fail after it."""
-    if path == STDOUT and param.name != "json_path":
-        raise click.BadParameter("only --json goes to stdout", ctx, param)
-    if path is not None and not path.absolute().parent.is_dir():
-        raise click.BadParameter(f"there is no folder {path.parent}", ctx, param)
-    return path
-
-
-def _plot_output(ctx: click.Context, param: click.Parameter, path: Path | None) -> Path | None:
-    if path is None:
-        return None
-    try:
-        formats = render.plot_formats()
-    except ImportError as cause:
-        raise Refused(f"--plot needs matplotlib ({cause}); pip install 'kda-cupy[plot]'") from None
-    if path.suffix not in formats:
-        raise click.BadParameter(
-            f"{path.name}: wanted a name that ends in {', '.join(sorted(formats))}", ctx, param
-        )
-    return _output(ctx, param, path)
-
-
-FILE = click.Path(dir_okay=False, path_type=Path)
-FILE_OR_STDOUT = click.Path(dir_okay=False, allow_dash=True, path_type=Path)
-POSITIVE = click.IntRange(min=1)
+from kda_cupy.bench.options import Refused, examples
+from kda_cupy.bench.record import Record
+from kda_cupy.bench.run import Run
+from kda_cupy.bench.timing import WORKLOADS
 
 
 @click.group()
 def bench() -> None:
-    """Measure the operations on this machine."""
+    """Measure the operations on this machine.
+
+    Each row is compared with float64 before it is timed. Times are medians over replays of a CUDA graph whose launches
+    walk over a pool of states, so that L2 is cold, beside a kernel that does nothing but move the same state: RW reads
+    and writes it, R reads it, SNAP reads it and stores t copies. Exit codes: 0; 1 if a row could not be timed; 2 for
+    what could not be run; 130 after Ctrl-C, which keeps the rows measured so far.
+    """
 
 
 bench.add_command(host)
 
 
 @bench.command()
-@click.option(
-    "--preset",
-    "presets",
-    multiple=True,
-    type=click.Choice(list(cases.PRESETS)),
-    help=f"Heads, dims, operation and gate of a model; may be repeated. [default: {cases.DEFAULT_PRESET}]",
-)
-@click.option("--heads", type=POSITIVE, help="H, query and key heads; instead of a preset.")
-@click.option("--value-heads", type=POSITIVE, help="HV, a multiple of H. [default: as --heads]")
-@click.option("--head-dim", type=POSITIVE, help="K, a multiple of 4. [default: 128]")
-@click.option("--value-head-dim", type=POSITIVE, help="V. [default: as --head-dim]")
-@click.option("--op", type=click.Choice(list(cases.OPERATIONS)), help="[default: as the preset, or kda]")
-@click.option(
-    "--gate", type=click.Choice(["softplus", "bounded"]), help="[default: as the preset, or softplus]"
-)
-@click.option(
-    "--dtype",
-    type=click.Choice(list(C_NAMES)),
-    default="bfloat16",
-    show_default=True,
-    help="Of projections and output; the state is float32.",
-)
+@options.preset(list(cases.PRESETS))
+@options.HEADS
+@click.option("--head-dim", type=options.POSITIVE, help="K, a multiple of 4. [default: 128]")
+@click.option("--value-head-dim", type=options.POSITIVE, help="V. [default: as --head-dim]")
+@click.option("--op", type=click.Choice(cases.RULES), help="[default: as the preset, or kda]")
+@options.KIND
 @click.option(
     "--batch",
     "batches",
     metavar="B,B,...",
-    callback=_batches,
+    type=options.BATCHES,
     help="Rows. [default: 1,8,32,64,256; NumPy: 1,2,4,8]",
 )
-@click.option("--backend", type=click.Choice(["auto", "cuda", "numpy"]), default="auto", show_default=True)
-@click.option("--device", type=click.IntRange(min=0), help="Number of the GPU. [default: 0]")
-@click.option(
-    "--repeats", type=click.IntRange(min=MIN_REPEATS), default=21, show_default=True, help="Samples a row."
-)
-@click.option("--warm", is_flag=True, help="Use the same slots in every launch, so that L2 may hold them.")
-@click.option(
-    "--json", "json_path", type=FILE_OR_STDOUT, callback=_output, help="Write the record; - is stdout."
-)
-@click.option("--csv", "csv_path", type=FILE, callback=_output, help="Write the rows.")
-@click.option(
-    "--plot", "plot_path", type=FILE, callback=_plot_output, help="Draw time over batch (.png, .svg, .pdf)."
-)
+@options.RUN
 def decode(
     *,
-    batches: tuple[int, ...] | None,
-    backend: str,
-    device: int | None,
-    repeats: int,
-    warm: bool,
-    json_path: Path | None,
-    csv_path: Path | None,
-    plot_path: Path | None,
-    **geometry: Any,
-) -> None:
-    """Time packed decode, one row a batch size, each compared with float64 first.
-
-    Times are medians over replays of a CUDA graph whose launches walk over a pool of states, beside a kernel that does
-    nothing but move the same state (RW). Exit code 1 if a row could not be timed.
-    """
-    shapes = _shapes(**geometry)
-    try:
-        timer = _timer(backend, device, warm, repeats)
-    except KdaError as refusal:
-        raise Refused(f"{refusal.code}: {refusal}") from None
-    on_numpy = isinstance(timer, HostTimer)
-    if on_numpy and geometry["heads"] is None:
-        shapes = [shape.small() for shape in shapes]
-    batches = batches or (cases.SMALL_BATCHES if on_numpy else cases.BATCHES)
-    wanted = [replace(shape, B=B) for shape in shapes for B in batches]
-
-    record = Record(environment.collect([] if on_numpy else [device or 0]), timer.protocol)
-    try:
-        _measure(timer, wanted, record)
-    except KdaError as refusal:
-        raise Refused(f"{refusal.code}: {refusal}") from None
-    except KeyboardInterrupt:
-        record.complete = False
-        click.echo(f"interrupted: {len(record.rows)} of {len(wanted)} rows measured", err=True)
-    render.print_record(record, sys.stderr if json_path == STDOUT else sys.stdout)
-    try:
-        _write(record, json_path, csv_path, plot_path)
-    except OSError as cause:
-        raise Refused(f"{cause}; the table above is all that is left of this run") from None
-    if not record.complete:
-        raise click.exceptions.Exit(INTERRUPTED)
-    if any(row.status != "timed" for row in record.rows):
-        raise click.exceptions.Exit(1)
-
-
-def _write(record: Record, json_path: Path | None, csv_path: Path | None, plot_path: Path | None) -> None:
-    if json_path == STDOUT:
-        click.echo(record.to_json(), nl=False)
-    elif json_path is not None:
-        json_path.write_text(record.to_json(), encoding="utf-8")
-    if csv_path is not None:
-        with csv_path.open("w", newline="", encoding="utf-8") as file:
-            render.write_csv(record.rows, file)
-    if plot_path is not None:
-        render.write_plot(record, plot_path)
-
-
-@bench.command()
-@click.argument("record", type=click.Path(exists=True, dir_okay=False, path_type=Path))
-def show(record: Path) -> None:
-    """Print the table of a RECORD that ``--json`` wrote."""
-    try:
-        render.print_record(Record.from_json(record.read_text(encoding="utf-8")), sys.stdout)
-    except ValueError as cause:
-        raise Refused(f"{record}: {cause}") from None
-
-
-def _shapes(
     presets: tuple[str, ...],
     heads: int | None,
     value_heads: int | None,
@@ -203,63 +62,261 @@ def _shapes(
     op: str | None,
     gate: str | None,
     dtype: str,
+    batches: tuple[int, ...] | None,
+    **run: Any,
+) -> None:
+    """Time packed decode, one row a batch size."""
+    changes: dict[str, Any] = {"dtype": dtype} | ({} if op is None else {"op": op})
+    shapes = _shapes(presets, heads, value_heads, gate, changes, K=head_dim, V=value_head_dim)
+    with Run(**run) as measured:
+        shapes = measured.scaled(shapes, keep=heads is not None)
+        batches = batches or (cases.SMALL_BATCHES if measured.on_numpy else cases.BATCHES)
+        measured.measure([replace(shape, B=B) for shape in shapes for B in batches])
+
+
+@bench.command(
+    epilog=examples(
+        "kda-cupy bench verify --preset kimi-k3-tp8 --tokens 1,2,4,8,16 --plot t.png",
+        "kda-cupy bench verify --mode rings --mode snapshots --norm --batch 64",
+    )
+)
+@options.SPECULATION
+@options.RUN
+def verify(**arguments: Any) -> None:
+    """Time the verify of draft tokens, kda_decode_mtp."""
+    _speculation("verify", None, **arguments)
+
+
+@bench.command(name="round")
+@options.SPECULATION
+@click.option(
+    "--accept",
+    type=options.POSITIVE,
+    help="Tokens that the commit keeps. [default: half of those verified]",
+)
+@options.RUN
+def speculative_round(*, accept: int | None, **arguments: Any) -> None:
+    """Time a speculative round: verify and commit, each apart and both in one graph.
+
+    In the graph all slots are verified before the first is committed, as in a model whose layers commit together
+    after the last one: what was read by the verify has left L2 by then.
+    """
+    _speculation("round", accept, **arguments)
+
+
+@bench.command(
+    name="suite",
+    epilog=examples(
+        "kda-cupy bench suite",
+        "kda-cupy bench suite --quick --only decode --json - | jq .rows",
+        "kda-cupy bench compare before.json kda-cupy-suite-20261201T040000.json",
+    ),
+)
+@options.preset(list(cases.PRESETS), default=", ".join(suite.PRESETS_OF_SUITE))
+@click.option(
+    "--only",
+    "groups",
+    multiple=True,
+    type=click.Choice([name for name in suite.GROUPS if name in WORKLOADS]),
+    help="Some of the operations; may be repeated. A round brings its verify and its commit. [default: all]",
+)
+@click.option("--quick", is_flag=True, help="Two batch sizes instead of four to eight.")
+@options.RUN
+def run_suite(
+    *,
+    presets: tuple[str, ...],
+    groups: tuple[str, ...],
+    quick: bool,
+    json_path: Path | None,
+    plot_path: Path | None,
+    **run: Any,
+) -> None:
+    """Time all operations over the published geometries.
+
+    Prints a table an operation, writes one record with all samples and draws a page of figures. Without --json and
+    --plot they go to kda-cupy-suite-DATE.json and .png in the current folder. Ctrl-C keeps what was measured.
+    """
+    if json_path is None:
+        json_path = Path(f"kda-cupy-suite-{datetime.now(UTC):%Y%m%dT%H%M%S}.json")
+        options.refuse_unwritable(json_path)
+        plot_path = plot_path or _picture_beside(json_path)
+    with Run(**run, view=render.print_compact, json_path=json_path, page_path=plot_path) as measured:
+        measured.measure(
+            suite.suite_cases(
+                presets or suite.PRESETS_OF_SUITE,
+                groups or suite.GROUPS,
+                quick=quick,
+                small=measured.on_numpy,
+            )
+        )
+
+
+def _picture_beside(path: Path) -> Path | None:
+    try:
+        figure.plot_formats()
+    except ImportError as cause:
+        click.echo(f"no figures: {cause}; pip install 'kda-cupy[plot]'", err=True)
+        return None
+    return path.with_suffix(".png")
+
+
+def _speculation(
+    operation: str,
+    accept: int | None,
+    *,
+    presets: tuple[str, ...],
+    heads: int | None,
+    value_heads: int | None,
+    gate: str | None,
+    dtype: str,
+    tokens: tuple[int, ...],
+    modes: tuple[str, ...],
+    norm: bool,
+    batches: tuple[int, ...] | None,
+    **run: Any,
+) -> None:
+    if accept is not None and accept > min(tokens):
+        raise click.UsageError(f"--accept {accept}: of {min(tokens)} tokens only {min(tokens)} can be kept")
+    changes = {"dtype": dtype, "operation": operation, "norm": norm}
+    shapes = _shapes(presets, heads, value_heads, gate, changes)
+    with Run(**run) as measured:
+        shapes = measured.scaled(shapes, keep=heads is not None)
+        batches = batches or (cases.SMALL_BATCHES[:2] if measured.on_numpy else cases.SPECULATION_BATCHES)
+        measured.measure(
+            [
+                replace(shape, mode=mode, t=t, accept=kept(operation, t, accept), B=B)
+                for shape in shapes
+                for mode in dict.fromkeys(modes)
+                for t in tokens
+                for B in batches
+            ]
+        )
+
+
+def kept(operation: str, t: int, accept: int | None = None) -> int:
+    """Tokens that the commit keeps: half of them, if nobody says."""
+    return 0 if operation == "verify" else accept or max(1, t // 2)
+
+
+def _shapes(
+    presets: tuple[str, ...],
+    heads: int | None,
+    value_heads: int | None,
+    gate: str | None,
+    changes: dict[str, Any],
+    K: int | None = None,
+    V: int | None = None,
 ) -> list[Case]:
     """The geometries asked for, with B = 1."""
+    if gate is not None:
+        changes = changes | {"lower_bound": cases.LOWER_BOUND if gate == "bounded" else None}
     if heads is None:
-        if value_heads or head_dim or value_head_dim:
+        if value_heads or K or V:
             raise click.UsageError("--value-heads, --head-dim and --value-head-dim go with --heads")
-        shapes = [cases.PRESETS[preset] for preset in presets or (cases.DEFAULT_PRESET,)]
+        shapes = [cases.PRESETS[preset] for preset in dict.fromkeys(presets) or (cases.DEFAULT_PRESET,)]
     elif presets:
         raise click.UsageError("give --preset or --heads, not both")
     else:
-        K = head_dim or 128
-        shapes = [Case("kda", heads, value_heads or heads, K, value_head_dim or K)]
-        if shapes[0].problem:
-            raise click.UsageError(shapes[0].problem)
-    changes: dict[str, Any] = {"dtype": dtype}
-    if op is not None:
-        changes["op"] = op
-    if gate is not None:
-        changes["lower_bound"] = cases.LOWER_BOUND if gate == "bounded" else None
-    return [replace(shape, **changes) for shape in shapes]
+        shapes = [Case("kda", heads, value_heads or heads, K or 128, V or K or 128)]
+    shapes = [replace(shape, **changes) for shape in shapes]
+    if heads is not None and shapes[0].problem:
+        raise click.UsageError(shapes[0].problem)
+    return shapes
 
 
-def _timer(backend: str, device: int | None, warm: bool, repeats: int) -> GpuTimer | HostTimer:
-    """Choose the backend; on stderr, say which it is and why. Asking for a certain GPU is asking for CUDA."""
-    backend, why = choose_backend("cuda" if backend == "auto" and device is not None else backend)
-    click.echo(f"backend: {'numpy, on small shapes' if backend == 'numpy' else 'cuda'} ({why})", err=True)
-    if backend == "numpy":
-        if device is not None or warm:
-            raise click.UsageError("--device and --warm mean nothing on the NumPy backend")
-        return HostTimer(repeats=repeats)
+RECORD: Final = click.Path(exists=True, dir_okay=False, path_type=Path)
+
+
+@bench.command()
+@click.argument("record", type=RECORD)
+@click.option("--compact", is_flag=True, help="One table an operation instead of one a geometry.")
+def show(record: Path, compact: bool) -> None:
+    """Print the tables of a RECORD that --json wrote."""
+    view = render.print_compact if compact else render.print_record
+    view(read_record(record), sys.stdout)
+
+
+@bench.command(
+    name="compare",
+    epilog=examples(
+        "kda-cupy bench suite --json before.json   # then change something",
+        "kda-cupy bench suite --json after.json",
+        "kda-cupy bench compare before.json after.json --changed",
+    ),
+)
+@click.argument("a", type=RECORD)
+@click.argument("b", type=RECORD)
+@click.option(
+    "--threshold",
+    type=click.FloatRange(min=0),
+    default=THRESHOLD_PERCENT,
+    show_default=True,
+    help="Percent; smaller changes are called the same.",
+)
+@click.option("--changed", is_flag=True, help="Show only what changed.")
+def compare_records(a: Path, b: Path, threshold: float, changed: bool) -> None:
+    """Show what changed from record A to record B; exit code 1 if a row became slower, or wrong.
+
+    Times are compared over those of their yardsticks, which ran between the same replays. ± is where 99 % of the
+    changes lie when samples are drawn again from those measured: a change smaller than that is noise.
+    """
+    old, new = read_record(a), read_record(b)
+    against = differences(old, new)
+    if against:
+        raise Refused(f"these records were not taken in the same way: {'; '.join(against)}")
+    changes = compare(old, new, threshold)
+    render.print_changes(changes, sys.stdout, only_changed=changed)
+    counts = Counter(change.verdict for change in changes)
+    click.echo(", ".join(f"{count} {verdict}" for verdict, count in counts.most_common()) or "no rows")
+    for name, path, record in (("A", a, old), ("B", b, new)):
+        ended = "" if record.complete else ", did not come to its end"
+        click.echo(f"{name}: {path}, {render.machine_name(record)}, {record.created[:16]}{ended}")
+    if any(change.is_regression for change in changes):
+        raise click.exceptions.Exit(1)
+
+
+@click.command(
+    name="report",
+    epilog=examples(
+        "kda-cupy report kda-cupy-suite-20261201T040000.json | less",
+        "kda-cupy report record.json --html report.html --markdown report.md --plot report.png",
+    ),
+)
+@click.argument("record", type=RECORD)
+@click.option(
+    "--markdown", type=options.FILE, callback=options.output, help="Write it there instead of to stdout."
+)
+@click.option(
+    "--html", type=options.FILE, callback=options.output, help="Write one page with everything in it."
+)
+@click.option(
+    "--plot",
+    "plot_path",
+    type=options.FILE,
+    callback=options.plot_output,
+    help="Draw the figures (.png, .svg, .pdf); the Markdown shows them.",
+)
+def report(record: Path, markdown: Path | None, html: Path | None, plot_path: Path | None) -> None:
+    """Make a page of a RECORD: Markdown, or HTML that stands alone.
+
+    Takes what kda-cupy bench ... --json and scripts/gpu_check.sh write. Without an option the Markdown goes to
+    stdout. HTML has its figures inside, if matplotlib is there to draw them.
+    """
+    found = read_record(record)
+    if plot_path is not None:
+        figure.write_page(found, plot_path)
+    if markdown is not None:
+        picture = None if plot_path is None else os.path.relpath(plot_path, markdown.parent)
+        markdown.write_text(pages.markdown(found, picture), encoding="utf-8")
+    if html is not None:
+        html.write_text(pages.html(found), encoding="utf-8")
+    if markdown is html is None:
+        click.echo(pages.markdown(found, None if plot_path is None else str(plot_path)), nl=False)
+
+
+def read_record(path: Path) -> Record:
+    """Refuse what is none."""
     try:
-        return GpuTimer(device or 0, warm=warm, repeats=repeats)
-    except ValueError as cause:
-        raise click.BadParameter(str(cause), param_hint="--device") from None
-
-
-def _measure(timer: GpuTimer | HostTimer, wanted: list[Case], record: Record) -> None:
-    """Append a row a case; what does not fit in memory is a row as well."""
-    for number, case in enumerate(wanted, 1):
-        with _progress(f"[{number}/{len(wanted)}] {case.op} H={case.H} HV={case.HV} B={case.B}") as stage:
-            try:
-                row = timer.measure(case, stage)
-            except MemoryError as cause:
-                row = make_row(case, status="skipped", note=f"not enough memory: {cause}")
-        record.rows.append(row)
-
-
-@contextmanager
-def _progress(what: str) -> Iterator[Any]:
-    """A line on stderr, gone afterwards; only on a terminal. No thread draws it, for that would disturb host times."""
-    visible = sys.stderr.isatty()
-
-    def stage(doing: str) -> None:
-        if visible:
-            click.echo(f"\r{f'{what}: {doing}':<79.79}", err=True, nl=False)
-
-    try:
-        yield stage
-    finally:
-        if visible:
-            click.echo(f"\r{'':79}\r", err=True, nl=False)
+        return Record.from_json(path.read_text(encoding="utf-8"))
+    except (ValueError, OSError) as cause:
+        raise Refused(f"{path}: {cause}") from None

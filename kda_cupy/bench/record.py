@@ -6,7 +6,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import MISSING, asdict, dataclass, field, fields
 from datetime import UTC, datetime
 from typing import Any, Final
 
@@ -16,7 +16,10 @@ from kda_cupy.bench.cases import Case
 from kda_cupy.bench.judge import Verdict
 
 SCHEMA: Final = "kda_cupy.bench"
-SCHEMA_VERSION: Final = 1
+SCHEMA_VERSION: Final = 2
+GPU_CHECK: Final = "kda_cupy.gpu_check"
+READABLE: Final = (1, 2)
+"""Versions; what a row of an older one does not say has the default of its field."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +51,18 @@ class Row:
     K: int
     V: int
     B: int
+    """Rows (decode) or requests."""
     dtype: str
+    operation: str = "decode"
+    """``"decode"``, ``"verify"``, ``"commit"`` or ``"round"`` (a verify and a commit)."""
+    t: int = 1
+    """Tokens of a request."""
+    mode: str = ""
+    """``"rings"`` or ``"snapshots"``; nothing for a decode."""
+    accept: int = 0
+    """Tokens that the commit keeps; 0 where there is none."""
+    norm: bool = False
+    """With the fused output norm."""
     status: str = "timed"
     """``"timed"``, ``"wrong"`` (an error above its bound, so not timed) or ``"skipped"`` (no memory)."""
     note: str = ""
@@ -61,14 +75,23 @@ class Row:
     """Standard deviation of the samples over their mean."""
     bytes_moved: int | None = None
     """By one call, by the operation's own formula."""
+    yardstick: str = "RW"
+    """Which: RW reads and writes the state, R reads it, SNAP reads it and stores t copies."""
     yardstick_us: float | None = None
-    """Median of the yardstick RW on the same slots."""
+    """Its median on the same slots."""
+    yardstick_bytes: int | None = None
+    """That it moves."""
     host_eager_us: float | None = None
     """Wall clock of one call that checks its operands, not waiting for the GPU."""
     host_bound_us: float | None = None
     """The same for a bound call."""
     variant: str = ""
     registers: int = 0
+    """A thread."""
+    local_bytes: int = 0
+    """A thread; anything but 0 is a spill."""
+    shared_bytes: int = 0
+    """Dynamic shared memory of a block."""
     source_digest: str = ""
     launches: int = 1
     """Calls a sample."""
@@ -76,6 +99,11 @@ class Row:
     """State that moves between two uses of a slot."""
     samples_us: tuple[float, ...] = ()
     yardstick_samples_us: tuple[float, ...] = ()
+
+    @property
+    def identity(self) -> tuple[Any, ...]:
+        """What makes it the same row of another record."""
+        return tuple([getattr(self, name) for name in _IDENTITY])
 
     @property
     def gb_per_s(self) -> float | None:
@@ -88,19 +116,26 @@ class Row:
         return self.median_us / self.yardstick_us if self.median_us and self.yardstick_us else None
 
     @property
-    def yardstick_bytes(self) -> int:
-        """The state, read and written."""
-        return 2 * self.B * self.HV * self.V * self.K * 4
+    def yardstick_speed(self) -> float | None:
+        """Bytes a microsecond."""
+        return (
+            self.yardstick_bytes / self.yardstick_us if self.yardstick_bytes and self.yardstick_us else None
+        )
 
     @property
     def is_slow(self) -> bool:
-        """Less than half the speed of the yardstick."""
-        return self.ratio is not None and self.ratio > 2
+        """A decode at less than half the speed of the yardstick, which does all of its work but the arithmetic."""
+        return self.operation == "decode" and self.ratio is not None and self.ratio > 2
 
     def flat(self) -> dict[str, Any]:
         """All but the samples, and what follows from them: a line of a CSV file."""
         values = {each.name: getattr(self, each.name) for each in fields(self) if "samples" not in each.name}
         return values | {"gb_per_s": self.gb_per_s, "ratio": self.ratio}
+
+
+_IDENTITY: Final = tuple(
+    name for name in (*(each.name for each in fields(Case)), "gate") if name != "lower_bound"
+)
 
 
 def summarize(samples_us: Sequence[float]) -> dict[str, Any]:
@@ -122,7 +157,8 @@ def make_row(case: Case, verdict: Verdict | None = None, **measured: Any) -> Row
         measured |= {name: error if math.isfinite(error) else None for name, error in errors.items()}
         if verdict.complaint:
             measured |= {"status": "wrong", "note": verdict.complaint}
-    return Row(case.op, case.gate, case.H, case.HV, case.K, case.V, case.B, case.dtype, **measured)
+    shared = {each.name for each in fields(Row)} & {each.name for each in fields(Case)}
+    return Row(gate=case.gate, **{name: getattr(case, name) for name in shared}, **measured)
 
 
 @dataclass(slots=True)
@@ -135,6 +171,8 @@ class Record:
     rows: list[Row] = field(default_factory=list)
     complete: bool = True
     """False if it was interrupted."""
+    kernel_digests: dict[str, str] = field(default_factory=dict)
+    """Of every source under kernels/, whichever were used; registers and bytes of those stand in the rows."""
     created: str = field(default_factory=lambda: datetime.now(UTC).isoformat(timespec="seconds"))
 
     def to_json(self) -> str:
@@ -151,17 +189,37 @@ class Record:
             named = stored.pop("schema"), stored.pop("schema_version")
         except (ValueError, KeyError, TypeError, AttributeError) as cause:
             raise ValueError("not a benchmark record") from cause
-        if named != (SCHEMA, SCHEMA_VERSION):
+        if named[0] == GPU_CHECK and isinstance(stored.get("bench"), dict):
+            return cls._from_gpu_check(stored)
+        if named[0] != SCHEMA or named[1] not in READABLE:
             raise ValueError(
                 f"a record of {named[0]} {named[1]}; this version reads {SCHEMA} {SCHEMA_VERSION}"
             )
-        known = {each.name for each in fields(Row)}
         try:
-            rows = []
-            for stored_row in stored.pop("rows"):
-                values: dict[str, Any] = {name: stored_row[name] for name in known}
-                values |= {name: tuple(each) for name, each in values.items() if isinstance(each, list)}
-                rows.append(Row(**values))
+            rows = [_read_row(each) for each in stored.pop("rows")]
             return cls(rows=rows, protocol=Protocol(**stored.pop("protocol")), **stored)
         except (KeyError, TypeError, AttributeError) as cause:
             raise ValueError(f"a damaged benchmark record: {cause}") from cause
+
+    @classmethod
+    def _from_gpu_check(cls, stored: dict[str, Any]) -> Record:
+        """The benchmark within a record of scripts/gpu_check.sh, whose environment stands beside it."""
+        environment = stored.get("environment", {})
+        gpu = {"index": stored["bench"].get("protocol", {}).get("device"), **environment.get("gpu", {})}
+        bench = {
+            "kernel_digests": stored.get("kernel_digests", {}), **stored["bench"],
+            "environment": {**environment, "gpus": [gpu]},
+        }  # fmt: skip
+        return cls.from_json(json.dumps(bench))
+
+
+def _read_row(stored: dict[str, Any]) -> Row:
+    """Raises KeyError for a row without what every row has."""
+    values: dict[str, Any] = {}
+    for each in fields(Row):
+        if each.name in stored or each.default is MISSING:
+            value = stored[each.name]
+            values[each.name] = tuple(value) if isinstance(value, list) else value
+    if values.get("yardstick_us") and "yardstick_bytes" not in values:  # version 1 knew RW alone
+        values["yardstick_bytes"] = 2 * 4 * math.prod(values[name] for name in ("B", "HV", "V", "K"))
+    return Row(**values)

@@ -1,58 +1,61 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Takes the times. On a GPU: replays of a CUDA graph, beside the yardstick; on NumPy: a clock around plain calls.
+"""Takes the times. On a GPU: replays of a CUDA graph, beside the yardsticks; on NumPy: a clock around plain calls.
 
-A decode kernel takes microseconds, so it is never timed alone. A graph of many launches walks over slots scattered
+A kernel takes microseconds, so it is never timed alone. A graph of many launches walks over slots scattered
 in a large pool; no slot comes back before several times the L2 cache has moved, as in a model, whose other layers
-move more than that between two tokens. The graphs of operation and yardstick are replayed in turn without a pause:
-both see the same clocks, and the GPU never waits for the host.
+move more than that between two tokens. The graphs of operations and yardsticks are replayed in turn without a pause:
+all see the same clocks, and the GPU never waits for the host.
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from functools import partial
 from itertools import pairwise
 from typing import Any, Final, NamedTuple
 
 import numpy as np
 
-from kda_cupy import sources
-from kda_cupy.bench.cases import OPERATIONS, Case, Inputs, make_inputs, random_state
-from kda_cupy.bench.judge import judge
+from kda_cupy.bench import yardstick
+from kda_cupy.bench.cases import Case, random_state
+from kda_cupy.bench.decode import PackedDecode
 from kda_cupy.bench.record import Protocol, Row, make_row, summarize
-from kda_cupy.bench.yardstick import read_write
+from kda_cupy.bench.speculation import Speculation
+from kda_cupy.bench.workload import Call, Make, Memory, Part, Rotation
 from kda_cupy.gpu import require_gpu
 from kda_cupy.guard import check_errors
-from kda_cupy.launch import bind
 from kda_cupy.pool import StatePool
 
+WORKLOADS: Final[dict[str, Make]] = {"decode": PackedDecode, "verify": Speculation, "round": Speculation}
+"""By the operation of a case."""
 POOL_BYTES: Final = 3 << 30
 REUSE_BYTES: Final = 250_000_000
 REUSE_L2: Final = 5
 """Times the size of the L2 cache, if that is more."""
 MIN_LAUNCHES: Final = 20
 MIN_REPEATS: Final = 9
-_HOST_CALLS, _HOST_SAMPLES = 20, 15
+HOST_CALLS: Final = 20
+"""A sample of host time."""
+HOST_SAMPLES: Final = 15
+MIN_HOST_SAMPLES: Final = 3
+HOST_BUDGET_US: Final = 100_000
+"""Of GPU time, for the host time of a row."""
 
-Call = Callable[[], Any]
 Stage = Callable[[str], None]
-
-
-class Rotation(NamedTuple):
-    """How the launches of a graph walk over the pool."""
-
-    groups: int
-    """Sets of B slots, all different."""
-    launches: int
-    """A multiple of ``groups``, so that the next replay goes on where this one ends."""
 
 
 def plan_rotation(B: int, slot_bytes: int, slots: int, reuse_bytes: int) -> Rotation:
     """Rotate over so many groups that ``reuse_bytes`` of state move before one comes back, if the pool has them."""
     wanted = max(MIN_LAUNCHES, -(-reuse_bytes // (B * slot_bytes))) if reuse_bytes else 1
     groups = min(wanted, slots // B)
-    return Rotation(groups, groups * -(-MIN_LAUNCHES // groups))
+    return Rotation(groups, groups * -(-MIN_LAUNCHES // groups), reuse_bytes)
+
+
+class Replayed(NamedTuple):
+    """A graph to be: calls, and how often they do what a time is asked of."""
+
+    calls: Sequence[Call]
+    times: int
 
 
 class GpuTimer:
@@ -82,53 +85,53 @@ class GpuTimer:
         )
         self._state: Any = None
 
-    def measure(self, case: Case, stage: Stage) -> Row:
-        """Judge, then time. Raises MemoryError if state and operands do not fit."""
+    def measure(self, case: Case, stage: Stage) -> list[Row]:
+        """Judge, then time; a row for each part of the case. Raises MemoryError if state and operands do not fit."""
         with self._device:
             return self._measure(case, stage, np.random.default_rng(case.B))
 
-    def _measure(self, case: Case, stage: Stage, rng: np.random.Generator) -> Row:
+    def _measure(self, case: Case, stage: Stage, rng: np.random.Generator) -> list[Row]:
         cupy = self._cupy
         stage("making operands")
         state = self._state_for(case, rng)
-        inputs = make_inputs(case, case.B + 1, rng)
+        rotation = plan_rotation(case.B, case.slot_bytes, len(state) - 1, self.protocol.reuse_bytes)
+        memory = Memory(cupy.asarray, cupy.asnumpy, cupy.zeros)
+        workload = WORKLOADS[case.operation](case, memory, state, rotation, rng)
         stage("comparing with float64")
-        verdict = judge(case, inputs, state, cupy.asarray, cupy.asnumpy, rng)
+        verdict = workload.judge()
         check_errors(self._device.id)
         if verdict.complaint:
-            return make_row(case, verdict)
+            return [make_row(case, verdict)]
 
         stage("preparing launches")
-        operands = Inputs(*map(cupy.asarray, inputs.rows(slice(case.B))))
-        out = cupy.empty((case.B, 1, case.HV, case.V), operands.mixed_qkv.dtype)
-        groups, launches = plan_rotation(case.B, case.slot_bytes, len(state) - 1, self.protocol.reuse_bytes)
-        slots = 1 + rng.permutation(len(state) - 1)[: groups * case.B].reshape(groups, case.B)
-        indices = list(cupy.asarray(slots.astype(np.int32)))  # a view a launch
-        eager = partial(OPERATIONS[case.op], *operands, state, out=out, lower_bound=case.lower_bound)
-        bound = [bind(eager.func, *eager.args, each, **eager.keywords) for each in indices]
-        yardsticks = [read_write(state, each) for each in indices]
-
+        parts = workload.parts()
+        forms = {name: workload.yardsticks(name) for name in dict.fromkeys(part.yardstick for part in parts)}
+        again = rotation.launches // rotation.groups
+        asked = [part.calls for part in parts] + [calls for each in forms.values() for calls in each]
         stage("timing")
-        times = launches // groups
-        samples, yardstick_samples = self._replay(bound * times, yardsticks * times)
-        reuse_bytes = groups * case.B * case.slot_bytes
+        samples = self._replay([Replayed([*calls] * again, rotation.launches) for calls in asked])
+        check_errors(self._device.id)
+        yardsticks, rest = {}, samples[len(parts) :]
+        for name, alternatives in forms.items():
+            yardsticks[name], rest = rest[: len(alternatives)], rest[len(alternatives) :]
+        reuse_bytes = rotation.groups * case.B * case.slot_bytes
         short = reuse_bytes < self.protocol.reuse_bytes
-        return make_row(
-            case,
-            verdict,
-            **summarize(samples),
-            note=f"only {reuse_bytes / 1e6:.3g} MB of state between two uses of a slot" if short else "",
-            bytes_moved=bound[0].bytes_moved,
-            yardstick_us=float(np.median(yardstick_samples)),
-            yardstick_samples_us=tuple(yardstick_samples),
-            host_eager_us=self._host_us(lambda: eager(indices[0])),
-            host_bound_us=self._host_us(bound[0]),
-            variant=bound[0].variant,
-            registers=bound[0].registers,
-            source_digest=sources.digest("packed_decode.cu"),
-            launches=launches,
-            reuse_bytes=reuse_bytes,
-        )
+        return [
+            make_row(
+                part.case,
+                verdict,
+                **summarize(taken),
+                **_yardstick(part, yardsticks[part.yardstick]),
+                **_kernel(part),
+                note=f"only {reuse_bytes / 1e6:.3g} MB of state between two uses of a slot" if short else "",
+                bytes_moved=part.bytes_moved,
+                host_eager_us=self._host_us(part.eager, float(np.median(taken))),
+                host_bound_us=self._host_us(part.bound, float(np.median(taken))),
+                launches=rotation.launches,
+                reuse_bytes=reuse_bytes,
+            )
+            for part, taken in zip(parts, samples[: len(parts)], strict=True)
+        ]
 
     def _state_for(self, case: Case, rng: np.random.Generator) -> Any:
         """A pool [P, HV, V, K] of random data with at least B usable slots; kept for the next case if it will do."""
@@ -149,13 +152,13 @@ class GpuTimer:
         self._state = pool[0]
         return self._state
 
-    def _replay(self, *sequences: Sequence[Call]) -> list[list[float]]:
-        """Time of a call of each sequence, in microseconds: one graph a sequence, replayed in turn."""
+    def _replay(self, sequences: Sequence[Replayed]) -> list[list[float]]:
+        """Times in microseconds: one graph a sequence, replayed in turn."""
         cupy = self._cupy
         stream = cupy.cuda.Stream(non_blocking=True)
         self._device.synchronize()  # such a stream does not wait for what was queued on the default one
         with stream:
-            graphs = [_capture(stream, calls) for calls in sequences]
+            graphs = [_capture(stream, each.calls) for each in sequences]
             for graph in graphs:
                 graph.launch(stream)  # warm: uploads it, and raises the clocks
             marks = [stream.record()]
@@ -166,17 +169,20 @@ class GpuTimer:
             stream.synchronize()
         spans = [1e3 * cupy.cuda.get_elapsed_time(start, end) for start, end in pairwise(marks)]
         n = len(sequences)
-        return [[span / len(calls) for span in spans[i::n]] for i, calls in enumerate(sequences)]
+        return [[span / each.times for span in spans[i::n]] for i, each in enumerate(sequences)]
 
-    def _host_us(self, call: Call) -> float:
-        """Wall clock of a call that is not waited for; the queue is emptied before it fills up."""
-        samples = []
-        for _ in range(_HOST_SAMPLES):
+    def _host_us(self, call: Call, gpu_us: float) -> float:
+        """Wall clock of a call that is not waited for; the queue is emptied before it fills up.
+
+        gpu_us: what the GPU takes for one. Where that is long, a few samples have to do.
+        """
+        samples: list[float] = []
+        for _ in range(max(MIN_HOST_SAMPLES, min(HOST_SAMPLES, int(HOST_BUDGET_US / (HOST_CALLS * gpu_us))))):
             self._device.synchronize()
             start = time.perf_counter()
-            for _ in range(_HOST_CALLS):
+            for _ in range(HOST_CALLS):
                 call()
-            samples.append((time.perf_counter() - start) / _HOST_CALLS * 1e6)
+            samples.append((time.perf_counter() - start) / HOST_CALLS * 1e6)
         self._device.synchronize()
         return float(np.median(samples))
 
@@ -193,35 +199,69 @@ def _capture(stream: Any, calls: Sequence[Call]) -> Any:
     return graph
 
 
+def _yardstick(part: Part, forms: Sequence[Sequence[float]]) -> dict[str, Any]:
+    """The fields of a row that its yardstick decides: the form with the smallest median."""
+    samples = min(forms, key=lambda each: float(np.median(each)))
+    case = part.case
+    return {
+        "yardstick": part.yardstick,
+        "yardstick_us": float(np.median(samples)),
+        "yardstick_samples_us": tuple(samples),
+        "yardstick_bytes": yardstick.bytes_moved(part.yardstick, case.B, case.HV, case.V, case.K, case.t),
+    }
+
+
+def _kernel(part: Part) -> dict[str, Any]:
+    """The fields of a row that its kernel decides; nothing for a row with several."""
+    for call in part.kernels:
+        if call.kernel is not None:
+            return {
+                "variant": call.variant,
+                "registers": call.registers,
+                "local_bytes": call.kernel.local_bytes,
+                "shared_bytes": call.kernel.shared_bytes,
+                "source_digest": call.kernel.source_digest,
+            }
+        return {"variant": call.variant}
+    return {}
+
+
 class HostTimer:
     """Measures the NumPy backend: enough to see that it works, no yardstick."""
 
     def __init__(self, *, repeats: int) -> None:
         self.protocol = Protocol("numpy", "plain calls, by wall clock", l2="unknown", repeats=repeats)
 
-    def measure(self, case: Case, stage: Stage) -> Row:
-        """Judge, then time. Raises MemoryError if the state does not fit."""
+    def measure(self, case: Case, stage: Stage) -> list[Row]:
+        """Judge, then time; a row for each part of the case. Raises MemoryError if the state does not fit."""
         rng = np.random.default_rng(case.B)
         stage("making operands")
-        inputs = make_inputs(case, case.B + 1, rng)
         state = StatePool(case.B + 1, case.HV, case.K, case.V, device="cpu")[0]
         state[:] = random_state(case, len(state), rng)
+        memory = Memory(np.asarray, np.array, np.zeros)
+        workload = WORKLOADS[case.operation](case, memory, state, Rotation(1, 1, 0), rng)
         stage("comparing with float64")
-        verdict = judge(case, inputs, state, np.asarray, np.array, rng)
+        verdict = workload.judge()
         check_errors(-1)
         if verdict.complaint:
-            return make_row(case, verdict)
+            return [make_row(case, verdict)]
         stage("timing")
-        slots = 1 + rng.permutation(len(state) - 1)[: case.B]
-        call = bind(
-            OPERATIONS[case.op], *inputs.rows(slice(case.B)), state, slots, lower_bound=case.lower_bound
-        )
+        return [
+            make_row(
+                part.case,
+                verdict,
+                **summarize(self._samples(part.bound)),
+                **_kernel(part),
+                bytes_moved=part.bytes_moved,
+            )
+            for part in workload.parts()
+        ]
+
+    def _samples(self, call: Call) -> list[float]:
         call()
         samples = []
         for _ in range(self.protocol.repeats):
             start = time.perf_counter()
             call()
             samples.append((time.perf_counter() - start) * 1e6)
-        return make_row(
-            case, verdict, **summarize(samples), bytes_moved=call.bytes_moved, variant=call.variant
-        )
+        return samples

@@ -75,7 +75,14 @@ def variants() -> dict[str, tuple[KernelConfig, int]]:
     for dtype, vector in (("bfloat16", True), ("float32", True), ("float16", False)):
         commit = CommitConfig(dtype, vector, mtp_params.COMMIT_PARAMS_BYTES)
         found[f"commit-{dtype}{'' if vector else '-unaligned'}"] = (commit, 128 if vector else 255)
-    found["yardstick"] = (YardstickConfig(K=128, V=128, params_bytes=yardstick._LAYOUT.size), 64)
+    for moves, (warps, loads), ceiling in (
+        ("RW", yardstick.NARROW, 64),
+        ("R", yardstick.NARROW, 64),
+        ("R", yardstick.WIDE, 96),
+        ("SNAP", yardstick.NARROW, 80),
+    ):
+        config = YardstickConfig(moves, 128, 128, warps, loads, yardstick._LAYOUT.size)
+        found[f"yardstick-{moves}-{warps}x{loads}"] = (config, ceiling)
     return found
 
 
@@ -123,7 +130,7 @@ PACKED_DECODE_FORMAT = packed_decode._PER_CALL.format + packed_decode._PER_PLAN.
     "source, mirror, layout",
     [
         ("packed_decode.cu", packed_decode.PackedDecodeParams, PACKED_DECODE_FORMAT),
-        ("yardstick.cu", yardstick.ReadWriteParams, yardstick._LAYOUT.format),
+        ("yardstick.cu", yardstick.YardstickParams, yardstick._LAYOUT.format),
     ],
 )
 def test_parameter_structs_mirror_the_kernels(source: str, mirror: type, layout: str) -> None:

@@ -12,10 +12,11 @@ import pytest
 from click.testing import CliRunner
 
 from kda_cupy import gpu
-from kda_cupy.bench import cases, command, judge, render, timing
+from kda_cupy.bench import cases, command, decode, figure, judge, render, timing
 from kda_cupy.bench.cases import PRESETS, Case
 from kda_cupy.bench.judge import Verdict
 from kda_cupy.bench.record import Protocol, Record, make_row, summarize
+from kda_cupy.bench.workload import Memory, Rotation
 from kda_cupy.errors import error
 
 SMALL = Case("kda", H=1, HV=2, K=16, V=8, B=5)
@@ -64,7 +65,7 @@ def test_small_cases_keep_the_value_heads_of_a_head(heads, small):
 def test_inputs_are_never_zero(op, monkeypatch):
     monkeypatch.setattr(cases, "_DISTINCT_ROWS", 3)  # more rows repeat these
     case = replace(SMALL, op=op)
-    inputs = cases.make_inputs(case, 7, rng())
+    inputs = decode.make_inputs(case, 7, rng())
     gates = 2 * 16 if op == "kda" else 2
     assert [each.shape for each in inputs] == [(7, 2 * 16 + 2 * 8), (7, gates), (7, 2), (2,), (gates,)]
     assert [each.dtype.name for each in inputs] == ["bfloat16"] * 3 + ["float32"] * 2
@@ -76,11 +77,14 @@ def test_inputs_are_never_zero(op, monkeypatch):
 # Judgement
 
 
+ON_HOST = Memory(np.asarray, np.array, np.zeros)
+
+
 def judged(case, operation=None, monkeypatch=None):
     if operation:
-        monkeypatch.setitem(judge.OPERATIONS, case.op, operation)
+        monkeypatch.setitem(decode.OPERATIONS, case.op, operation)
     state = cases.random_state(case, case.B + 3, rng())
-    return judge.judge(case, cases.make_inputs(case, case.B + 1, rng()), state, np.asarray, np.array, rng())
+    return decode.PackedDecode(case, ON_HOST, state, Rotation(1, 1, 0), rng()).judge()
 
 
 @pytest.mark.parametrize("op", ["kda", "gdn"])
@@ -95,16 +99,16 @@ def test_right_answers_pass(op, dtype, B, lower_bound):
 
 
 def off_by_a_percent(*operands, out, **options):
-    cases.kda_packed_decode(*operands, out=out, **options)
+    decode.kda_packed_decode(*operands, out=out, **options)
     out *= np.float32(1.01).astype(out.dtype)
 
 
 def without_state(*operands, out, **options):
-    cases.kda_packed_decode(*operands[:5], operands[5].copy(), operands[6], out=out, **options)
+    decode.kda_packed_decode(*operands[:5], operands[5].copy(), operands[6], out=out, **options)
 
 
 def without_padding(*operands, out, **options):
-    cases.kda_packed_decode(*operands, out=out, **options)
+    decode.kda_packed_decode(*operands, out=out, **options)
     out[operands[6] == -1] = 1
 
 
@@ -138,7 +142,7 @@ def test_wrong_answers_do_not(operation, complaint, monkeypatch):
     ],
 )
 def test_rotation_moves_enough_state_between_two_uses(B, slot_bytes, slots, expected):
-    groups, launches = timing.plan_rotation(B, slot_bytes, slots, 300_000_000)
+    groups, launches, _ = timing.plan_rotation(B, slot_bytes, slots, 300_000_000)
     assert (groups, launches) == expected
     assert groups * B <= slots
     assert groups * B * slot_bytes >= 300_000_000
@@ -146,7 +150,7 @@ def test_rotation_moves_enough_state_between_two_uses(B, slot_bytes, slots, expe
 
 
 def test_warm_launches_work_on_the_same_slots():
-    assert timing.plan_rotation(8, 1 << 20, 4096, 0) == (1, 20)
+    assert timing.plan_rotation(8, 1 << 20, 4096, 0) == (1, 20, 0)
 
 
 def test_statistics():
@@ -181,6 +185,7 @@ def record():
             bytes_moved=1_585_684 * B,
             yardstick_us=yardstick_us,
             yardstick_samples_us=(yardstick_us,) * 3,
+            yardstick_bytes=2 * 12 * 65536 * B,
             host_eager_us=29.84,
             host_bound_us=8.912,
             variant="packed_decode[kda,bounded,K128,V128,bfloat16]",
@@ -188,27 +193,28 @@ def record():
             source_digest="0123456789abcdef",
         )
         made.rows.append(row)
-    wrong = judge.verdict(Case("kda", 1, 1), float("nan"), 3e-2, padding_is_zero=True)
+    wrong = judge.verdict(Case("kda", 1, 1), float("nan"), 3e-2)
     made.rows.append(make_row(Case("kda", 12, 12, lower_bound=-5.0, B=64), wrong))
     return made
 
 
 TABLE = """\
 kda packed decode: H=12, HV=12, K=128, V=128, bfloat16, bounded gate
-                                              host us
-      B      us     p95  GB/s   RW us  ratio    eager  bound  err out  err state
-────────────────────────────────────────────────────────────────────────────────
-      1    2.60    2.65   610    2.15   1.21     29.8   8.91  1.66e-3    1.20e-7
-      8    10.0    10.2  1270    4.94  2.02!     29.8   8.91  1.66e-3    1.20e-7
-1048576  424000  432000  3920  412000   1.03     29.8   8.91  1.66e-3    1.20e-7
-     64       -       -     -       -      -        -      -        -    3.00e-2
+                                              host us           error
+      B      us     p95  GB/s   RW us  ratio    eager  bound      out    state
+──────────────────────────────────────────────────────────────────────────────
+      1    2.60    2.65   610    2.15   1.21     29.8   8.91  1.66e-3  1.20e-7
+      8    10.0    10.2  1270    4.94  2.02!     29.8   8.91  1.66e-3  1.20e-7
+1048576  424000  432000  3920  412000   1.03     29.8   8.91  1.66e-3  1.20e-7
+     64       -       -     -       -      -        -      -        -  3.00e-2
 
 B=64: wrong: error of out is nan, above 0.003; error of state is 0.03, above
 2e-06
 
 NVIDIA H200, cold L2: 300 MB or more of state move between two uses of a slot.
 us: median of 9 samples a row (CUDA graph replays, by events).
-RW: reads, scales and writes the same state, nothing else. ratio: us / RW us.
+RW: reads, scales and writes the same state, nothing else.
+ratio: us / RW us.
 !: less than half the speed of the yardstick. Something is wrong here.
 packed_decode[kda,bounded,K128,V128,bfloat16], 96 registers, source 01234567.
 kda_cupy 0.1.0, python 3.12.3, numpy 2.5.2, cupy 14.2.0, nvrtc 13.0, driver
@@ -259,7 +265,7 @@ def test_json_brings_everything_back(record, tmp_path):
     text = record.to_json()
     assert Record.from_json(text) == record
     stored = json.loads(text)
-    assert (stored["schema"], stored["schema_version"]) == ("kda_cupy.bench", 1)
+    assert (stored["schema"], stored["schema_version"]) == ("kda_cupy.bench", 2)
     assert stored["rows"][0]["ratio"] == pytest.approx(2.6 / 2.15)
     assert stored["rows"][-1]["error_out"] is None  # JSON has no NaN; the note has it
     (tmp_path / "record.json").write_text(text)
@@ -301,10 +307,15 @@ def test_csv_has_a_line_a_row(record):
 
 def test_plot_is_drawn(record, tmp_path):
     pytest.importorskip("matplotlib", reason="matplotlib is not installed; pip install 'kda-cupy[plot]'")
-    render.write_plot(record, tmp_path / "plot.svg")
+    figure.write_plot(record, tmp_path / "plot.svg")
     drawn = (tmp_path / "plot.svg").read_text()
-    assert "rows B" in drawn
-    assert "RW: moves the state only" in drawn
+    for text in (
+        "rows B",
+        "yardstick RW",
+        "decode: kda H=12 bfloat16 bounded gate",
+        "floor: all bytes at 4 TB/s",
+    ):
+        assert text in drawn
 
 
 # Command
@@ -322,7 +333,8 @@ def no_gpu(monkeypatch):
 def test_without_gpu_it_says_so_and_runs_on_numpy(no_gpu, tmp_path):
     result = run("decode", "--batch", "1,2", "--repeats", 9, "--json", tmp_path / "record.json")
     assert result.exit_code == 0
-    (line,) = result.stderr.splitlines()
+    line, written = result.stderr.splitlines()
+    assert written == f"wrote {tmp_path / 'record.json'}"
     assert line.startswith("backend: numpy, on small shapes (")
     assert "a machine without one" in line
     record = Record.from_json((tmp_path / "record.json").read_text())
@@ -408,7 +420,7 @@ def test_interrupted_run_keeps_what_it_has(monkeypatch, tmp_path):
         tmp_path / "record.json",
     )
     assert result.exit_code == 130
-    assert "interrupted: 1 of 3 rows measured" in result.stderr
+    assert "interrupted: 1 of 3 cases measured" in result.stderr
     record = Record.from_json((tmp_path / "record.json").read_text())
     assert [row.B for row in record.rows] == [1]
     assert not record.complete
@@ -418,7 +430,7 @@ def test_rows_that_could_not_be_timed_are_shown_and_end_in_exit_code_1(monkeypat
     def measure(self, case, stage):
         if case.B == 1:
             raise MemoryError("1 state too many")
-        return make_row(case, judge.verdict(case, 0.5, 1e-7, padding_is_zero=True))
+        return [make_row(case, judge.verdict(case, 0.5, 1e-7))]
 
     monkeypatch.setattr(timing.HostTimer, "measure", measure)
     result = run("decode", "--backend", "numpy", *SMALL_ARGUMENTS, "--batch", "1,2")

@@ -39,7 +39,7 @@ def test_commands_exist() -> None:
         assert result.exit_code == 0, words
 
 
-def test_the_table_is_that_of_the_newest_record() -> None:
+def test_the_tables_are_those_of_the_newest_records() -> None:
     spec = importlib.util.spec_from_file_location(
         "write_readme_table", ROOT / "scripts" / "write_readme_table.py"
     )
@@ -48,9 +48,40 @@ def test_the_table_is_that_of_the_newest_record() -> None:
     spec.loader.exec_module(module)
     if not list((ROOT / "benchmarks" / "results").glob("*.json")):
         pytest.fail("there is no record of a GPU run")
-    path = module.newest_record()
-    record = json.loads(path.read_text(encoding="utf-8"))
-    assert module.with_table(README, module.table(record, path.name)) == README
+    assert all(module.START.format(marker) in README for marker in module.TABLES)
+    assert module.with_tables(README) == README
+
+
+def test_a_table_of_verify_commit_and_round() -> None:
+    spec = importlib.util.spec_from_file_location(
+        "write_readme_table", ROOT / "scripts" / "write_readme_table.py"
+    )
+    assert spec and spec.loader
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    shape = {"op": "kda", "H": 12, "HV": 12, "K": 128, "t": 8, "mode": "rings", "yardstick_us": 2.0}
+    rows = [
+        shape
+        | {"operation": operation, "B": B, "accept": accept, "median_us": us * B, "yardstick": yardstick}
+        for operation, accept, us, yardstick in (
+            ("round", 4, 5, "RW"),
+            ("verify", 0, 3, "R"),
+            ("decode", 0, 2, "RW"),
+        )
+        for B in (1, 8, 64, 256)
+    ]
+    rows += [
+        shape | {"operation": "verify", "t": 16, "B": 64, "accept": 0, "median_us": 9.0, "yardstick": "R"}
+    ]
+    rows[-2] |= {"median_us": None, "status": "wrong"}  # a decode, in another table
+    rows[0] |= {"median_us": None, "status": "skipped"}
+    text = module.table({"gpu": "NVIDIA H200", "bench": {"rows": rows}}, "record.json", ("verify", "round"))
+    assert text.splitlines()[2:] == [
+        "| | | N=1 | N=8 | N=64 | N=256 |",
+        "|---|---|---|---|---|---|",
+        "| verify t=8, rings, H=12 | R | 3.00 (x1.50) | 24.0 (x12.00) | 192 (x96.00) | 768 (x384.00) |",
+        "| round t=8 keeping 4, rings, H=12 | RW | skipped | 40.0 (x20.00) | 320 (x160.00) | 1280 (x640.00) |",
+    ]
 
 
 def test_the_record_was_made_from_these_kernels() -> None:
