@@ -12,7 +12,13 @@ import pytest
 
 # Shared test code whose asserts should show their values too; it has to be named before it is imported.
 pytest.register_assert_rewrite(
-    "mtp_contract", "mtp_problems", "packed_decode_contract", "problems", "sequence_model"
+    "mtp_contract",
+    "mtp_problems",
+    "packed_decode_contract",
+    "problems",
+    "sequence_model",
+    "step_contract",
+    "step_problems",
 )
 
 LAYERS = ("gpu", "compile")

@@ -17,10 +17,11 @@ from kda_cupy.config import (
     KernelConfig,
     MtpVerifyConfig,
     PackedDecodeConfig,
+    StepConfig,
     YardstickConfig,
 )
 from kda_cupy.modules import OPTIONS
-from kda_cupy.ops import mtp_params, packed_decode
+from kda_cupy.ops import mtp_params, packed_decode, step_params
 
 core = pytest.importorskip("cuda.core")
 
@@ -72,6 +73,31 @@ def variants() -> dict[str, tuple[KernelConfig, int]]:
         for dtype in ("bfloat16", "float32"):
             commit = CommitConfig(tokens, dtype, mtp_params.COMMIT_PARAMS_BYTES)
             found[f"commit-{tokens}-{dtype}"] = (commit, 128)
+    step = StepConfig(
+        per_key_gate=True, bounded=True, group=1, activation="bfloat16", conv_weight="float32", g="bfloat16",
+        beta="bfloat16", A_log="float32", dt_bias="float32", onorm_weight="float32", vector=True,
+        params_bytes=step_params.PARAMS_BYTES,
+    )  # fmt: skip
+    steps: dict[str, dict[str, object]] = {
+        "kda": {},
+        "kda-softplus": {"bounded": False},
+        "kda-fp32": dict.fromkeys(("activation", "g", "beta"), "float32"),
+        "kda-fp16-half-parameters": dict.fromkeys(
+            ("activation", "conv_weight", "g", "beta", "A_log", "dt_bias"), "float16"
+        ),
+        "kda-bf16-weights": {"conv_weight": "bfloat16", "onorm_weight": "bfloat16", "g": "float32"},
+        "kda-unaligned": {"vector": False, "bounded": False},
+        "gdn-group2": {"per_key_gate": False, "bounded": False, "group": 2},
+        "gdn-bounded": {"per_key_gate": False},
+        "gdn-group2-fp32": {"per_key_gate": False, "group": 2, "activation": "float32", "bounded": False},
+        "kda-group3": {"group": 3, "bounded": False},
+        "gdn-group4": {"group": 4, "per_key_gate": False, "bounded": False},
+        "gdn-group8-fp32": {"group": 8, "per_key_gate": False, "activation": "float32", "g": "float32"},
+    }
+    for name, changes in steps.items():
+        config = dataclasses.replace(step, **changes)
+        # 64 registers: 1,024 threads an SM, 128 KiB of state in flight. A group that is walked has 512, and keeps more.
+        found[f"step-{name}"] = (config, 64 if config.group <= 2 else 128)
     found["yardstick"] = (YardstickConfig(K=128, V=128, params_bytes=yardstick._LAYOUT.size), 64)
     return found
 
