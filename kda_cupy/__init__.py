@@ -18,6 +18,7 @@ from kda_cupy.errors import (
 from kda_cupy.guard import check_errors
 from kda_cupy.launch import BoundCall, bind
 from kda_cupy.ops.commit import kda_commit
+from kda_cupy.ops.conv_update import causal_conv1d_update
 from kda_cupy.ops.gdn_step import gdn_decode_step
 from kda_cupy.ops.kda_step import kda_decode_step
 from kda_cupy.ops.mtp_verify import kda_decode_mtp
@@ -38,6 +39,7 @@ __all__ = [
     "SlotError",
     "StatePool",
     "bind",
+    "causal_conv1d_update",
     "check_errors",
     "check_state",
     "gdn_decode_step",

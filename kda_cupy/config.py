@@ -282,3 +282,43 @@ class StepConfig:
             f"-DKDA_VECTOR={self.vector:d}",
             f"-DKDA_PARAMS_BYTES={self.params_bytes}",
         )
+
+
+@dataclass(frozen=True, slots=True)
+class ConvUpdateConfig:
+    """kernels/causal_conv1d_update.cu."""
+
+    width: int
+    """Taps of a channel: 2, 3 or 4."""
+    silu: bool
+    activation: str
+    conv_weight: str
+    threads: int
+    params_bytes: int
+
+    @property
+    def source(self) -> str:
+        return "causal_conv1d_update.cu"
+
+    @property
+    def entry(self) -> str:
+        return "causal_conv1d_update"
+
+    @property
+    def shared_bytes(self) -> int:
+        return 0
+
+    @property
+    def variant(self) -> str:
+        activation = "silu" if self.silu else "none"
+        return f"{self.entry}[width={self.width},{activation},{self.activation}]"
+
+    def defines(self) -> tuple[str, ...]:
+        return (
+            f"-DKDA_WIDTH={self.width}",
+            f"-DKDA_SILU={self.silu:d}",
+            f"-DKDA_THREADS={self.threads}",
+            f"-DKDA_ACTIVATION={C_NAMES[self.activation]}",
+            f"-DKDA_CONV_WEIGHT={C_NAMES[self.conv_weight]}",
+            f"-DKDA_PARAMS_BYTES={self.params_bytes}",
+        )

@@ -34,6 +34,7 @@ OPERANDS: Final = (
     "accept_lens",
     "track_indices",
     "track_steps",
+    "conv_state_indices",
 )
 
 RECORD: Final = np.dtype(

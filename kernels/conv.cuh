@@ -1,15 +1,26 @@
 // SPDX-License-Identifier: Apache-2.0
-// The short causal convolution in front of q, k and v: four taps, then SiLU. One channel, one token.
+// The short causal convolution in front of q, k and v. One channel, one token: kWidth taps over the kWidth - 1 raw inputs
+// before it, oldest first, and the token itself; then SiLU.
 //
-//   y = bias + w0 h0 + w1 h1 + w2 h2 + w3 x      h: the three raw inputs before x, oldest first
-//   act = y sigmoid(y)
+//   y = bias + w0 h0 + w1 h1 + w2 h2 + w3 x          act = y sigmoid(y)
 
 #pragma once
 
 #include "gates.cuh"
 
+template <int kWidth>
+__device__ __forceinline__ float convolve(const float (&w)[kWidth], float bias,
+                                          const float (&window)[kWidth]) {
+    float y = bias;
+#pragma unroll
+    for (int tap = 0; tap < kWidth; ++tap) y = fmaf(w[tap], window[tap], y);
+    return y;
+}
+
+__device__ __forceinline__ float silu(float y) { return y * sigmoid(y); }
+
 __device__ __forceinline__ float conv_silu(const float (&w)[4], float bias, float h0, float h1, float h2,
                                            float x) {
-    const float y = fmaf(w[3], x, fmaf(w[2], h2, fmaf(w[1], h1, fmaf(w[0], h0, bias))));
-    return y * sigmoid(y);
+    const float window[4] = {h0, h1, h2, x};
+    return silu(convolve(w, bias, window));
 }

@@ -12,6 +12,7 @@ import pytest
 
 # Shared test code whose asserts should show their values too; it has to be named before it is imported.
 pytest.register_assert_rewrite(
+    "conv_contract",
     "mtp_contract",
     "mtp_problems",
     "packed_decode_contract",

@@ -109,3 +109,46 @@ def convolve(x: Any, history: Any, taps: Any, bias: Any, *, silu: bool) -> tuple
         y = y + w[tap] * raw[:, tap : tap + t].astype(np.float32)
     windows = np.stack([raw[:, tap + 1 : tap + 1 + t] for tap in range(width - 1)], axis=-1)
     return (y * sigmoid(y) if silu else y).astype(x.dtype), windows
+
+
+@np.errstate(all="ignore")
+def conv_update(
+    x: tuple[Any, ...],
+    conv_state: tuple[Any, ...],
+    weight: tuple[Any, ...],
+    bias: tuple[Any, ...],
+    windows: tuple[Any, ...],
+    indices: Any,
+    window_rows: Any,
+    out: Any,
+    *,
+    silu: bool,
+    null_index: int,
+    on_fault: Callable[[str, int, int, int], None],
+) -> None:
+    """causal_conv1d_update on checked NumPy operands, a piece of the channels after the other.
+
+    Writes ``out``, and ``windows`` or ``conv_state``. ``on_fault`` is told operand, row, value and limit.
+    """
+    slots = len(conv_state[0])
+    live = live_rows(
+        indices, slots, null_index, lambda row, slot: on_fault("conv_state_indices", row, slot, slots)
+    )
+    if windows:
+        limit, wanted = len(windows[0]), window_rows[live]
+        wrong = (wanted < 0) | (wanted >= limit)
+        for row in live[wrong]:
+            on_fault("intermediate_state_indices", int(row), int(window_rows[row]), limit)
+        live = live[~wrong]
+    out[...] = 0
+    now, first = indices[live], 0
+    for number, (piece, history, taps) in enumerate(zip(x, conv_state, weight, strict=True)):
+        C = piece.shape[1]
+        tokens = (piece if piece.ndim == 3 else piece[:, :, None])[live].swapaxes(1, 2)
+        act, after = convolve(tokens, history[now], taps, bias[number] if bias else None, silu=silu)
+        (out if out.ndim == 3 else out[:, :, None])[live, first : first + C] = act.swapaxes(1, 2)
+        if windows:
+            windows[number][window_rows[live], : after.shape[1]] = after
+        elif after.shape[1]:
+            history[now] = after[:, -1]
+        first += C

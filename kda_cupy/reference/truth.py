@@ -116,15 +116,18 @@ def packed_decode(
     return out, state
 
 
-def conv(history: Array, x: Array, taps: Array, bias: Array | float, activation: Any) -> tuple[Array, Array]:
+def conv(
+    history: Array, x: Array, taps: Array, bias: Array | float, activation: Any, *, silu: bool = True
+) -> tuple[Array, Array]:
     """One token of the causal convolution, per channel, and its SiLU.
 
-    ``history`` [channels, 3] holds raw inputs, oldest first; ``x`` [channels]; ``taps`` [channels, 4].
+    ``history`` [channels, 3] holds raw inputs, oldest first; ``x`` [channels]; ``taps`` [channels, 4];
+    or fewer of both.
     Returns the activation [channels], rounded to the dtype ``activation``, and the history after the token.
     """
     window = np.column_stack([history, x])
     y = np.sum(window * taps, axis=1) + bias
-    act = y * sigmoid(y)
+    act = y * sigmoid(y) if silu else y
     return act.astype(activation).astype(np.float64), window[:, 1:]
 
 
@@ -265,7 +268,7 @@ def gdn_decode_step(operands: Mapping[str, Any]) -> list[Verified | None]:
         return None if value is None else np.asarray(value, np.float64)
 
     rows, state = np.asarray(operands["mixed_qkv"], np.float64), operands["initial_state"]
-    slots, HV, V, K = state.shape
+    slots, HV, V, _ = state.shape
     qk = (rows.shape[1] - HV * V) // 2
     bias, A_log = values("conv_bias"), values("A_log")
     results: list[Verified | None] = []
@@ -273,7 +276,7 @@ def gdn_decode_step(operands: Mapping[str, Any]) -> list[Verified | None]:
         if slot < 0 or slot <= operands.get("null_index", -1) or slot >= slots:
             results.append(None)
             continue
-        parts = [
+        q, k, v = (
             Convolution(
                 x=rows[row : row + 1, channels],
                 history=np.asarray(operands["conv_state"][slot, channels], np.float64),
@@ -281,10 +284,12 @@ def gdn_decode_step(operands: Mapping[str, Any]) -> list[Verified | None]:
                 bias=0.0 if bias is None else bias[channels],
             )
             for channels in (slice(0, qk), slice(qk, 2 * qk), slice(2 * qk, None))
-        ]
+        )
         gate = values("onorm_gate")
         request = Request(
-            *parts,
+            q=q,
+            k=k,
+            v=v,
             raw_gate=np.asarray(operands["a"][row], np.float64).reshape(1, HV, 1),
             raw_beta=np.asarray(operands["b"][row : row + 1], np.float64),
             A_log=None if A_log is None else A_log.reshape(HV),

@@ -14,6 +14,7 @@ from kda_cupy import sources
 from kda_cupy.bench import yardstick
 from kda_cupy.config import (
     CommitConfig,
+    ConvUpdateConfig,
     KernelConfig,
     MtpVerifyConfig,
     PackedDecodeConfig,
@@ -21,7 +22,7 @@ from kda_cupy.config import (
     YardstickConfig,
 )
 from kda_cupy.modules import OPTIONS
-from kda_cupy.ops import mtp_params, packed_decode, step_params
+from kda_cupy.ops import conv_params, mtp_params, packed_decode, step_params
 
 core = pytest.importorskip("cuda.core")
 
@@ -98,6 +99,11 @@ def variants() -> dict[str, tuple[KernelConfig, int]]:
         config = dataclasses.replace(step, **changes)
         # 64 registers: 1,024 threads an SM, 128 KiB of state in flight. A group that is walked has 512, and keeps more.
         found[f"step-{name}"] = (config, 64 if config.group <= 2 else 128)
+    for width, dtype, silu in ((2, "float32", False), (3, "float16", True), (4, "bfloat16", True)):
+        update = ConvUpdateConfig(
+            width, silu, dtype, "float32", conv_params.THREADS, conv_params.PARAMS_BYTES
+        )
+        found[f"conv-{width}-{dtype}"] = (update, 64)
     found["yardstick"] = (YardstickConfig(K=128, V=128, params_bytes=yardstick._LAYOUT.size), 64)
     return found
 
