@@ -1241,7 +1241,7 @@ _CONV: Final = (
     Page(
         code="KDA-CONV-PIECES",
         exception=OperandError,
-        words="`{operand}` must come in as many pieces as `x`: one, two or three",
+        words="`{operand}` must come in one, two or three pieces, as many as `x`",
         cure="Pass one array for each, or tuples of equal length: (q, k, v)",
         meaning=(
             "Channels may lie in one array or in up to three, each with its own memory. What belongs to a channel, its "

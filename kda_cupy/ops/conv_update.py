@@ -181,10 +181,9 @@ def check(infos: Operands, options: Options) -> Plan:
     if infos.conv_state_indices is not None:
         check_index_vector("conv_state_indices", infos.conv_state_indices, B)
     elif slots < B:
-        got = f"P={slots} slots for B={B} rows, and no `conv_state_indices`"
-        raise error(
-            "KDA-CONV-STATE-SHAPE", operand="conv_state", got=got, shape="at least as many slots as rows"
-        )
+        got = f"P={slots}, and no `conv_state_indices`"
+        shape = f"[P, {channels[0]}, {width - 1}] with P of at least B={B}"
+        raise error("KDA-CONV-STATE-SHAPE", operand="conv_state", got=got, shape=shape)
     scratch_rows = _check_windows(infos, B, tokens, channels, width)
     out = infos.out
     shape = (B, sum(channels), *infos.x[0].shape[2:])
@@ -226,7 +225,7 @@ def _check_pieces(infos: Operands) -> None:
         if not 1 <= number <= conv_params.PIECES or number != pieces:
             optional = name in ("bias", "intermediate_conv_window")
             if number or not optional:
-                got = f"{pieces} in `x` and {number} in `{name}`"
+                got = f"{pieces} in `x`" + (f" and {number} in `{name}`" if name != "x" else "")
                 raise error("KDA-CONV-PIECES", operand=name, got=got)
 
 

@@ -793,8 +793,9 @@ VALUES = [
         "operation",
         "bind",
         lambda c: bind("kda_packed_decode", c.mixed_qkv),
-        "`operation` must be one that can be bound: gdn_packed_decode, kda_commit, kda_decode_mtp, "
-        "kda_packed_decode. Got 'kda_packed_decode'. Pass the function itself, then its operands.",
+        "`operation` must be one that can be bound: causal_conv1d_update, gdn_decode_step, "
+        "gdn_packed_decode, kda_commit, kda_decode_mtp, kda_decode_step, kda_packed_decode. Got "
+        "'kda_packed_decode'. Pass the function itself, then its operands.",
     ),
 ]
 ARRAYS = [
