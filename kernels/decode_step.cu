@@ -94,8 +94,8 @@ extern "C" __global__ void __launch_bounds__(kThreads, kBlocks)
     __shared__ alignas(16) Shared shared;
 
     const unsigned row = static_cast<unsigned>(params.first_row) + blockIdx.z;
-    const long long slot =
-        load_index(params.ssm_state_indices, params.slot_index_is_64bit, row * params.slot_index_stride);
+    const LoadedIndex loaded =
+        start_index(params.ssm_state_indices, params.slot_index_is_64bit, row * params.slot_index_stride);
     const int lane = threadIdx.x % 32, warp = threadIdx.x % kTeam / 32;
     const int part = threadIdx.x / kK % 4, channel = threadIdx.x % kK;
     const int key_head = blockIdx.x, team = threadIdx.x / kTeam;
@@ -140,6 +140,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, kBlocks)
             raw_beta = params.beta[row * params.beta_stride + head * params.beta_head_stride];
         }
 
+        const long long slot = finish_index(loaded, params.slot_index_is_64bit);
         if (slot <= params.null_index || slot >= params.slots) {
             if (slot >= params.slots && head == 0 && threadIdx.x == 0)
                 record_error(params.errors, params.operation, 0, row, slot, params.slots);
