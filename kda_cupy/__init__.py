@@ -18,6 +18,9 @@ from kda_cupy.errors import (
 from kda_cupy.guard import check_errors
 from kda_cupy.launch import BoundCall, bind
 from kda_cupy.ops.commit import kda_commit
+from kda_cupy.ops.conv_update import causal_conv1d_update
+from kda_cupy.ops.gdn_step import gdn_decode_step
+from kda_cupy.ops.kda_step import kda_decode_step
 from kda_cupy.ops.mtp_verify import kda_decode_mtp
 from kda_cupy.ops.packed_decode import gdn_packed_decode, kda_packed_decode
 from kda_cupy.pool.snapshot import Snapshot
@@ -38,11 +41,14 @@ __all__ = [
     "Snapshot",
     "StatePool",
     "bind",
+    "causal_conv1d_update",
     "check_errors",
     "check_state",
+    "gdn_decode_step",
     "gdn_packed_decode",
     "is_valid_state",
     "kda_commit",
     "kda_decode_mtp",
+    "kda_decode_step",
     "kda_packed_decode",
 ]

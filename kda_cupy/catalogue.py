@@ -58,6 +58,11 @@ _shared = (
     "recurrent_state", "ssm_state_indices", "intermediate_ssm", "intermediate_state_indices"
 )
 commit = {name: verify[name] for name in _shared} | {"accept_lens": np.array([2, 0])}
+
+# causal_conv1d_update: B rows of C channels, four taps
+C = 24
+conv = {"x": np.ones((B, C), np.float32), "weight": np.ones((C, 4), np.float32)}
+conv |= {"conv_state": np.zeros((5, C, 3), np.float32), "conv_state_indices": np.array([3, 1, 4])}
 """
 """What every example begins with: the operands of a call that is right."""
 
@@ -67,6 +72,7 @@ _CALL_WITH: Final = f"kda_cupy.kda_packed_decode(\n    {_OPERANDS},\n    %s,\n)"
 _CALL_INTO_OUT: Final = _CALL_WITH % "out=out"
 _CALL_VALIDATED: Final = _CALL_WITH % 'validate="full"'
 _VERIFY_CALL: Final = "kda_cupy.kda_decode_mtp(**verify)"
+_CONV_CALL: Final = "kda_cupy.causal_conv1d_update(**conv)"
 _VERIFY_NORM_CALL: Final = "kda_cupy.kda_decode_mtp(**verify | norm)"
 _TO_GPU: Final = f"""\
 import cupy
@@ -1097,7 +1103,10 @@ _VERIFY: Final = (
         exception=OperandError,
         words="expected output-norm gate shape {shape}",
         cure="Pass the raw gate of every token and value head",
-        meaning="The output of each token and value head is multiplied by sigmoid(gate), element by element.",
+        meaning=(
+            "The output of each token and value head is multiplied, element by element, by the sigmoid of the gate "
+            "(KDA) or by its SiLU (GDN)."
+        ),
         when=(
             "Heads are folded into the last axis, [1, T, HV*128].",
             "The gate covers padded tokens and `x_q` only the live ones, or the reverse.",
@@ -1140,7 +1149,7 @@ _VERIFY: Final = (
     Page(
         code="KDA-VERIFY-OUT-SHAPE",
         exception=OperandError,
-        words="`out` of a verify must have shape {shape}",
+        words="`out` of packed tokens must have shape {shape}",
         cure="Allocate it like `x_v`, or leave it out",
         meaning="The output has a row of 128 per token and value head, in the order of the packed tokens.",
         when=(
@@ -1225,6 +1234,148 @@ _COMMIT: Final = (
         before='del commit["intermediate_state_indices"]\nkda_cupy.kda_commit(**commit)',
         after="kda_cupy.kda_commit(**commit)",
         related=("KDA-COMMIT-LAYERS", "KDA-VERIFY-ROLLBACK", "KDA-VERIFY-RINGS-INCOMPLETE"),
+    ),
+)
+
+_CONV: Final = (
+    Page(
+        code="KDA-CONV-PIECES",
+        exception=OperandError,
+        words="`{operand}` must come in one, two or three pieces, as many as `x`",
+        cure="Pass one array for each, or tuples of equal length: (q, k, v)",
+        meaning=(
+            "Channels may lie in one array or in up to three, each with its own memory. What belongs to a channel, its "
+            "history, taps, bias and windows, comes in the same pieces."
+        ),
+        when=(
+            "The projections of q, k and v are apart, but the weight is still in one array.",
+            "There are more than three pieces.",
+        ),
+        solutions=("Slice what is in one array by channels; a slice is no copy: weight[:C], weight[C:].",),
+        before=f'conv["x"] = (conv["x"][:, :8], conv["x"][:, 8:])\n{_CONV_CALL}',
+        after=(
+            'conv["x"] = (conv["x"][:, :8], conv["x"][:, 8:])\n'
+            'conv["weight"] = (conv["weight"][:8], conv["weight"][8:])\n'
+            'history = conv["conv_state"]\n'
+            f'conv["conv_state"] = (history[:, :8], history[:, 8:])\n{_CONV_CALL}'
+        ),
+        related=("KDA-CONV-WEIGHT-SHAPE", "KDA-CONV-STATE-SHAPE"),
+    ),
+    Page(
+        code="KDA-CONV-X-SHAPE",
+        exception=OperandError,
+        words="`x` must be [B, C] or [B, C, t], pieces alike in all but C",
+        cure="Swap axes of [B, t, C] without a copy: x.swapaxes(1, 2)",
+        meaning=(
+            "A row has one token, or t of them on the last axis, as elsewhere in this field. Strides are free, so "
+            "tokens may lie in any order in memory; but which axis is which, no shape can tell."
+        ),
+        when=(
+            "One row was passed without its batch axis.",
+            "Heads are split off: [B, H, 128].",
+            "The pieces have different numbers of tokens.",
+        ),
+        solutions=("Fold heads into channels: x.reshape(B, H * 128).", "Add the batch axis: x[None]."),
+        before=f'conv["x"] = np.ones((B, 2, 3, 4), np.float32)\n{_CONV_CALL}',
+        after=f'conv["x"] = np.ones((B, 2, 3, 4), np.float32).reshape(B, C)\n{_CONV_CALL}',
+        related=("KDA-CONV-PIECES", "KDA-CONV-OUT-SHAPE"),
+    ),
+    Page(
+        code="KDA-CONV-WEIGHT-SHAPE",
+        exception=OperandError,
+        words="The taps or biases `{operand}` of a conv update must be {shape}",
+        cure="Pass the taps of every channel of `x`, the newest token's last, and one bias a channel",
+        meaning=(
+            "The convolution is per channel: two, three or four taps, and a bias if the layer has one. Its width is "
+            "that of the weight, and the history is one shorter."
+        ),
+        when=(
+            "The weight of a torch Conv1d was passed as it is, [C, 1, width].",
+            "The weight has the channels of another tensor-parallel size.",
+        ),
+        solutions=(
+            "Drop the middle axis: weight[:, 0].",
+            "Swap axes of a weight stored taps first: weight.T.",
+        ),
+        before=f'conv["weight"] = np.ones((C, 1, 4), np.float32)\n{_CONV_CALL}',
+        after=f'conv["weight"] = np.ones((C, 1, 4), np.float32)[:, 0]\n{_CONV_CALL}',
+        related=("KDA-CONV-STATE-SHAPE", "KDA-VERIFY-CONV-WEIGHT"),
+    ),
+    Page(
+        code="KDA-CONV-STATE-SHAPE",
+        exception=OperandError,
+        words="The history `{operand}` of a conv update must be {shape}",
+        cure="Pass the width - 1 raw inputs before the next token, oldest first, for every slot and channel",
+        meaning=(
+            "A slot keeps, for each channel, as many raw inputs as the convolution looks back. Strides are free: "
+            "channels may be next to each other in memory, or the taps."
+        ),
+        when=(
+            "Taps and channels are in the other order, [P, width - 1, C].",
+            "The history has room for the current token, or for drafts.",
+            "Without `conv_state_indices`, there are fewer slots than rows.",
+        ),
+        solutions=(
+            "Swap the axes without a copy: conv_state.swapaxes(1, 2).",
+            "Slice the newest inputs out of a longer history: conv_state[:, :, -3:].",
+        ),
+        before=f'conv["conv_state"] = np.zeros((5, 3, C), np.float32)\n{_CONV_CALL}',
+        after=f'conv["conv_state"] = np.zeros((5, 3, C), np.float32).swapaxes(1, 2)\n{_CONV_CALL}',
+        related=("KDA-CONV-WEIGHT-SHAPE", "KDA-CONV-WINDOW-SHAPE", "KDA-VERIFY-CONV-HISTORY"),
+    ),
+    Page(
+        code="KDA-CONV-WINDOWS-INCOMPLETE",
+        exception=OperandError,
+        words="`intermediate_conv_window` and `intermediate_state_indices` come together",
+        cure="Pass `{operand}` too, or neither",
+        meaning=(
+            "With windows, the history is read and left as it is, and the window after each token goes to the row that "
+            "the request has in the scratch. Without, the history is rolled in place."
+        ),
+        when=("Rows were left to a default; there is none, since a scratch has its own.",),
+        solutions=("Number the rows of the batch, if the scratch is used by it alone: np.arange(B).",),
+        before=f'conv["intermediate_state_indices"] = np.arange(B)\n{_CONV_CALL}',
+        after=(
+            'conv["intermediate_state_indices"] = np.arange(B)\n'
+            f'conv["intermediate_conv_window"] = np.zeros((B, 1, C, 3), np.float32)\n{_CONV_CALL}'
+        ),
+        related=("KDA-CONV-WINDOW-SHAPE", "KDA-VALUE-ROW-RANGE"),
+    ),
+    Page(
+        code="KDA-CONV-WINDOW-SHAPE",
+        exception=OperandError,
+        words="The windows `{operand}` of a conv update must be {shape}",
+        cure="Allocate one window per scratch row, token and channel",
+        meaning=(
+            "After each token of a row the window that the next token would see is written, so that a commit can make "
+            "any of them the history. There must be a step for each token. Strides are free."
+        ),
+        when=(
+            "The scratch was made for fewer drafts than there are tokens now.",
+            "Taps and channels are in the other order.",
+        ),
+        solutions=("Allocate [rows, most tokens, C, width - 1], or swap axes without a copy.",),
+        before=(
+            'conv["intermediate_state_indices"] = np.arange(B)\n'
+            f'conv["intermediate_conv_window"] = np.zeros((B, C, 3), np.float32)\n{_CONV_CALL}'
+        ),
+        after=(
+            'conv["intermediate_state_indices"] = np.arange(B)\n'
+            f'conv["intermediate_conv_window"] = np.zeros((B, 1, C, 3), np.float32)\n{_CONV_CALL}'
+        ),
+        related=("KDA-CONV-WINDOWS-INCOMPLETE", "KDA-CONV-STATE-SHAPE", "KDA-VERIFY-CONV-WINDOW"),
+    ),
+    Page(
+        code="KDA-CONV-OUT-SHAPE",
+        exception=OperandError,
+        words="`out` of a convolution must have shape {shape}",
+        cure="Allocate the channels of all pieces side by side, or leave it out",
+        meaning="The output is one array, like `x` in all but the channels: those of the pieces one behind the other.",
+        when=("It was allocated for one piece of three.", "A buffer of the largest batch was passed whole."),
+        solutions=("Slice the rows of a larger buffer: out[:B].",),
+        before=f'conv["out"] = np.empty((9, C), np.float32)\n{_CONV_CALL}',
+        after=f'conv["out"] = np.empty((9, C), np.float32)[:B]\n{_CONV_CALL}',
+        related=("KDA-CONV-X-SHAPE", "KDA-CONV-PIECES"),
     ),
 )
 
@@ -1496,6 +1647,24 @@ _VALUES: Final = (
         before=_CALL_WITH % 'allow_neg_eigval="False"',
         after=_CALL_WITH % "allow_neg_eigval=False",
         related=("KDA-VALUE-VALIDATE",),
+    ),
+    Page(
+        code="KDA-VALUE-ACTIVATION",
+        exception=OperandError,
+        words='`activation` must be None or "silu"',
+        cure='Pass "silu" for the convolutions of KDA and GDN, None for a bare one',
+        meaning=(
+            "The convolutions in front of KDA and GDN end in SiLU, x * sigmoid(x), which other projects call swish "
+            "too. Nothing else is known, and nothing is guessed from a truth value."
+        ),
+        when=(
+            'The model config says "swish".',
+            "True was passed, or a function.",
+        ),
+        solutions=('Translate the config\'s name: "silu" if name in ("silu", "swish").',),
+        before='kda_cupy.causal_conv1d_update(**conv, activation="swish")',
+        after='kda_cupy.causal_conv1d_update(**conv, activation="silu")',
+        related=("KDA-CONV-WEIGHT-SHAPE", "KDA-VALUE-FLAG"),
     ),
     Page(
         code="KDA-VALUE-OPERATION",
@@ -2241,6 +2410,6 @@ _COMPILER: Final = (
 
 CATALOGUE: Final[dict[str, Page]] = {
     page.code: page
-    for page in (*_STATE, *_PACKED, *_VERIFY, *_COMMIT, *_VALUES, *_ARRAYS, *_POOL, *_COMPILER)
+    for page in (*_STATE, *_PACKED, *_VERIFY, *_COMMIT, *_CONV, *_VALUES, *_ARRAYS, *_POOL, *_COMPILER)
 }
 """Every page by its code, in the order of the documentation."""

@@ -234,3 +234,105 @@ class CommitConfig:
             f"-DKDA_PARAMS_BYTES={self.params_bytes}",
             f"-DKDA_SHARED_BYTES={self.shared_bytes}",
         )
+
+
+@dataclass(frozen=True, slots=True)
+class StepConfig:
+    """kernels/decode_step.cu. The dtypes are names such as ``"bfloat16"``."""
+
+    per_key_gate: bool
+    """True for KDA (a gate per key channel, sigmoid behind the output norm), False for GDN (one per head, SiLU)."""
+    bounded: bool
+    group: int
+    """HV // H: value heads that share a q/k head, and its conv history. A model has one such number."""
+    activation: str
+    conv_weight: str
+    g: str
+    beta: str
+    A_log: str
+    dt_bias: str
+    onorm_weight: str
+    vector: bool
+    """True if the four taps of a channel can be loaded at once."""
+    params_bytes: int
+
+    @property
+    def source(self) -> str:
+        return "decode_step.cu"
+
+    @property
+    def entry(self) -> str:
+        return "decode_step"
+
+    @property
+    def heads(self) -> int:
+        """Value heads that a block works on at once: 512 threads each, and a block has 1,024 at most."""
+        return 2 if self.group == 2 else 1
+
+    @property
+    def shared_bytes(self) -> int:
+        return 0
+
+    @property
+    def variant(self) -> str:
+        op = "kda" if self.per_key_gate else "gdn"
+        gate = "bounded" if self.bounded else "softplus"
+        loads = "" if self.vector else ",unaligned"
+        return f"{self.entry}[{op},{gate},HV/H={self.group},{self.activation}{loads}]"
+
+    def defines(self) -> tuple[str, ...]:
+        return (
+            f"-DKDA_PER_KEY_GATE={self.per_key_gate:d}",
+            f"-DKDA_BOUNDED={self.bounded:d}",
+            f"-DKDA_GROUP={self.group}",
+            f"-DKDA_HEADS={self.heads}",
+            f"-DKDA_ACTIVATION={C_NAMES[self.activation]}",
+            f"-DKDA_CONV_WEIGHT={C_NAMES[self.conv_weight]}",
+            f"-DKDA_G={C_NAMES[self.g]}",
+            f"-DKDA_BETA={C_NAMES[self.beta]}",
+            f"-DKDA_A_LOG={C_NAMES[self.A_log]}",
+            f"-DKDA_DT_BIAS={C_NAMES[self.dt_bias]}",
+            f"-DKDA_ONORM_WEIGHT={C_NAMES[self.onorm_weight]}",
+            f"-DKDA_VECTOR={self.vector:d}",
+            f"-DKDA_PARAMS_BYTES={self.params_bytes}",
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class ConvUpdateConfig:
+    """kernels/causal_conv1d_update.cu."""
+
+    width: int
+    """Taps of a channel: 2, 3 or 4."""
+    silu: bool
+    activation: str
+    conv_weight: str
+    threads: int
+    params_bytes: int
+
+    @property
+    def source(self) -> str:
+        return "causal_conv1d_update.cu"
+
+    @property
+    def entry(self) -> str:
+        return "causal_conv1d_update"
+
+    @property
+    def shared_bytes(self) -> int:
+        return 0
+
+    @property
+    def variant(self) -> str:
+        activation = "silu" if self.silu else "none"
+        return f"{self.entry}[width={self.width},{activation},{self.activation}]"
+
+    def defines(self) -> tuple[str, ...]:
+        return (
+            f"-DKDA_WIDTH={self.width}",
+            f"-DKDA_SILU={self.silu:d}",
+            f"-DKDA_THREADS={self.threads}",
+            f"-DKDA_ACTIVATION={C_NAMES[self.activation]}",
+            f"-DKDA_CONV_WEIGHT={C_NAMES[self.conv_weight]}",
+            f"-DKDA_PARAMS_BYTES={self.params_bytes}",
+        )

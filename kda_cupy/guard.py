@@ -17,7 +17,15 @@ from kda_cupy.arrays import HOST
 from kda_cupy.errors import KdaError, error
 
 #: Names behind the numbers in a record; a kernel is told its operation's number, and knows its operands'.
-OPERATIONS: Final = ("gdn_packed_decode", "kda_packed_decode", "kda_decode_mtp", "kda_commit")
+OPERATIONS: Final = (
+    "gdn_packed_decode",
+    "kda_packed_decode",
+    "kda_decode_mtp",
+    "kda_commit",
+    "kda_decode_step",
+    "gdn_decode_step",
+    "causal_conv1d_update",
+)
 OPERANDS: Final = (
     "ssm_state_indices",
     "cu_seqlens",
@@ -26,6 +34,7 @@ OPERANDS: Final = (
     "accept_lens",
     "track_indices",
     "track_steps",
+    "conv_state_indices",
 )
 
 RECORD: Final = np.dtype(

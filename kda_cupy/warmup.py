@@ -20,12 +20,20 @@ import click
 from kda_cupy import cubins, nvrtc, sources
 from kda_cupy.bench.cases import PRESETS, Case
 from kda_cupy.compile_errors import explain
-from kda_cupy.config import OPTIONS, CommitConfig, KernelConfig, MtpVerifyConfig, PackedDecodeConfig, room_for
+from kda_cupy.config import (
+    OPTIONS,
+    CommitConfig,
+    ConvUpdateConfig,
+    KernelConfig,
+    MtpVerifyConfig,
+    PackedDecodeConfig,
+    StepConfig,
+)
 from kda_cupy.dtypes import C_NAMES
 from kda_cupy.errors import KdaError, error
 from kda_cupy.gpu import compute_capability, require_gpu
-from kda_cupy.ops import mtp_params, packed_decode
-from kda_cupy.ops.mtp_checks import DIM, MAX_TOKENS
+from kda_cupy.ops import conv_params, mtp_params, packed_decode, step_params
+from kda_cupy.ops.mtp_checks import DIM, TAPS
 
 OLDEST_BFLOAT16 = 80
 """Compute capability, without its point."""
@@ -48,17 +56,29 @@ def variants(case: Case) -> list[KernelConfig]:
         for gates in either
         for parameters in either
     ]  # fmt: skip
-    if kda and case.K == case.V == DIM:  # verify and commit know no other size, and no GDN
-        for tokens in sorted({room_for(tokens) for tokens in range(1, MAX_TOKENS + 1)}):
-            found += [
-                MtpVerifyConfig(
-                    bounded, tokens, act, conv_weight=weights, g=act, beta=act, A_log="float32", dt_bias="float32",
-                    onorm_weight=norm, vector=True, params_bytes=mtp_params.VERIFY_PARAMS_BYTES,
-                )
-                for weights in either
-                for norm in either
-            ]  # fmt: skip
-            found += [CommitConfig(tokens, dtype, mtp_params.COMMIT_PARAMS_BYTES) for dtype in either]
+    if case.K == case.V == DIM:  # what has a convolution in it knows no other size
+        found += [
+            StepConfig(
+                kda, bounded, case.HV // case.H, act, conv_weight=weights, g=act, beta=act, A_log="float32",
+                dt_bias="float32", onorm_weight=norm, vector=True, params_bytes=step_params.PARAMS_BYTES,
+            )
+            for weights in either
+            for norm in either
+        ]  # fmt: skip
+        found += [
+            ConvUpdateConfig(TAPS, True, act, weights, conv_params.THREADS, conv_params.PARAMS_BYTES)
+            for weights in either
+        ]
+    if kda and case.K == case.V == DIM:  # nor is there a verify for GDN
+        found += [
+            MtpVerifyConfig(
+                bounded, act, conv_weight=weights, g=act, beta=act, A_log="float32", dt_bias="float32",
+                onorm_weight=norm, vector=True, params_bytes=mtp_params.VERIFY_PARAMS_BYTES,
+            )
+            for weights in either
+            for norm in either
+        ]  # fmt: skip
+        found += [CommitConfig(dtype, True, mtp_params.COMMIT_PARAMS_BYTES) for dtype in either]
     return found
 
 

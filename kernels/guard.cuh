@@ -51,3 +51,21 @@ __device__ __forceinline__ long long to_index(IndexWords words, bool is_64bit) {
 __device__ __forceinline__ long long load_index(const void* indices, bool is_64bit, long long i) {
     return to_index(load_index_words(indices, is_64bit, i), is_64bit);
 }
+
+// The same in two halves, for a kernel that has other loads to issue in between: whoever widens the index waits for it.
+struct LoadedIndex {
+    unsigned low, high;  // of 32 bits: low alone
+};
+
+__device__ __forceinline__ LoadedIndex start_index(const void* indices, int is_64bit, long long i) {
+    const unsigned* const word = static_cast<const unsigned*>(indices) + (i << is_64bit);
+    LoadedIndex index;
+    asm volatile("ld.global.b32 %0, [%1];" : "=r"(index.low) : "l"(word));
+    if (is_64bit) asm volatile("ld.global.b32 %0, [%1 + 4];" : "=r"(index.high) : "l"(word));
+    return index;
+}
+
+__device__ __forceinline__ long long finish_index(LoadedIndex index, int is_64bit) {
+    const int high = is_64bit ? static_cast<int>(index.high) : static_cast<int>(index.low) >> 31;
+    return static_cast<long long>(high) << 32 | index.low;
+}

@@ -69,6 +69,15 @@ __device__ __forceinline__ void load4(const Half* from, float (&to)[4]) {
     for (int i = 0; i < 4; ++i) to[i] = to_float(x[i]);
 }
 
+// The same, as they lie in memory: for what is loaded long before it is needed, so that nothing waits in between.
+template <typename T> struct alignas(4 * sizeof(T)) Four {
+    T values[4];
+};
+template <bool kVector, typename T> __device__ __forceinline__ Four<T> load_four(const T* from) {
+    if constexpr (kVector) return *reinterpret_cast<const Four<T>*>(from);
+    return {from[0], from[1], from[2], from[3]};
+}
+
 // State passes through once a token: streaming hints keep it from pushing everything else out of L2.
 // `volatile` holds the loads where they are written, ahead of the arithmetic that hides behind them.
 __device__ __forceinline__ float4 load_streaming(const float* from) {

@@ -7,13 +7,8 @@
 //   S <- S + u k^T            rank-one correction
 //   o  = S q                  read with the corrected state
 //
-// Both products are taken from the state as it was loaded, because S q after the correction is known without
-// touching S again:
-//
-//   p = S0 (k exp(g))      r = S0 (q exp(g))      u = beta (v - p)      o = r + u (k . q)
-//
-// so one pass of multiply-adds and one round of shuffles does for both, and the state is only read, scaled,
-// corrected and written.
+// in the form of kernels/delta.cuh, whose sums have the order that kernels/decode_step.cu has too: the state is only read,
+// scaled, corrected and written.
 //
 // Who owns what. S is [slot][HV][V][K] fp32, K contiguous. A block is one warp; it owns kRows value rows of one
 // head of one batch row. A lane owns 4 adjacent keys of a row (one float4; 8 keys at K = 256), and 16 or 32 lanes
@@ -36,6 +31,7 @@
 
 #include "memory.cuh"
 #include "warp.cuh"
+#include "delta.cuh"
 #include "gates.cuh"
 #include "guard.cuh"
 
@@ -77,15 +73,6 @@ static_assert(sizeof(PackedDecodeParams) == KDA_PARAMS_BYTES,
 
 // The keys of one lane: part p holds keys 4 * (lane_in_row + p * kLanes) and the three after it.
 using Keys = float[kParts][4];
-
-__device__ __forceinline__ float dot(const Keys& x, const Keys& y) {
-    float sum = 0.0f;
-#pragma unroll
-    for (int p = 0; p < kParts; ++p)
-#pragma unroll
-        for (int i = 0; i < 4; ++i) sum = fmaf(x[p][i], y[p][i], sum);
-    return sum;
-}
 
 template <typename T> __device__ __forceinline__ void load_keys(const T* row, int lane_in_row, Keys& to) {
 #pragma unroll
@@ -184,27 +171,9 @@ extern "C" __global__ void __launch_bounds__(32)
     const float kq = sum_lanes<kLanes>(dot(k, q));
     const float beta = params.beta_scale * sigmoid(raw_beta);
 
-    // p and r of this lane's rows, side by side: value 2s is p of step s, value 2s + 1 is r.
     float sums[2 * kSteps];
-#pragma unroll
-    for (int s = 0; s < kSteps; ++s) {
-        float p_sum = 0.0f, r_sum = 0.0f;
-#pragma unroll
-        for (int p = 0; p < kParts; ++p) {
-            const float x[4] = {S[s][p].x, S[s][p].y, S[s][p].z, S[s][p].w};
-#pragma unroll
-            for (int i = 0; i < 4; ++i) {
-                p_sum = fmaf(x[i], decayed_k[p][i], p_sum);
-                r_sum = fmaf(x[i], decayed_q[p][i], r_sum);
-            }
-        }
-        sums[2 * s] = p_sum, sums[2 * s + 1] = r_sum;
-    }
-    const float mine = sum_lanes_each<kLanes>(sums, lane);
-    const float other = __shfl_xor_sync(kAllLanes, mine, kShare);
-    const bool holds_r = lane_in_row & kShare;
-    const float u = beta * (v - (holds_r ? other : mine));
-    const float o = fmaf(u, kq, holds_r ? mine : other);
+    multiply_rows(S, decayed_k, decayed_q, sums);
+    const auto [u, o] = correct_row<kLanes, kSteps>(sums, lane, v, beta, kq);
     if (writes_out) *out = from_float<KDA_ACTIVATION>(o);
 
 #pragma unroll
@@ -213,11 +182,7 @@ extern "C" __global__ void __launch_bounds__(32)
 #pragma unroll
         for (int p = 0; p < kParts; ++p) {
             const int r = first_row + s * (32 / kLanes), group = lane_in_row + p * kLanes;
-            float4 x = S[s][p];
-            x.x = fmaf(u_s, k[p][0], x.x * decay[p][0]);
-            x.y = fmaf(u_s, k[p][1], x.y * decay[p][1]);
-            x.z = fmaf(u_s, k[p][2], x.z * decay[p][2]);
-            x.w = fmaf(u_s, k[p][3], x.w * decay[p][3]);
+            const float4 x = decay_and_add(S[s][p], decay[p], u_s, k[p]);
             if ((kWholeTiles || r < kV) && (kWholeRows || group < kGroups))
                 store_streaming(state + r * kK + 4 * group, x);
         }

@@ -23,7 +23,8 @@ tail -n 25 "$work/tests.log"
 # Every array its own allocation, or a stray access would land in CuPy's memory pool and go unseen.
 chosen="agrees_with and (kda or gdn) and (softplus or bounded or K100 or K256 or K512 or K64-V24)"
 chosen="$chosen or odd-row or views_have or padding_rows or past_the_pool or sanitizer_selection"
-selection=(tests/gpu/test_packed_decode.py tests/gpu/test_mtp.py -q -p no:cacheprovider -k "$chosen")
+files=(tests/gpu/test_packed_decode.py tests/gpu/test_mtp.py tests/gpu/test_step.py tests/gpu/test_conv.py)
+selection=("${files[@]}" -q -p no:cacheprovider -k "$chosen")
 for tool in memcheck racecheck; do
     echo "== compute-sanitizer $tool"
     KDA_CUPY_TEST_WITHOUT_POOL=1 compute-sanitizer --tool "$tool" --error-exitcode 9 \

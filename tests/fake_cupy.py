@@ -22,7 +22,7 @@ from typing import Any
 import numpy as np
 
 from kda_cupy import bridge, gpu, guard, modules, streams
-from kda_cupy.ops import commit, mtp_verify, packed_decode
+from kda_cupy.ops import commit, conv_update, gdn_step, kda_step, mtp_verify, packed_decode
 
 
 class _Here(threading.local):
@@ -222,9 +222,15 @@ def machine(
         _forget(remembered)
 
 
-_MEMORIES: tuple[dict[Any, Any], ...] = (modules._kernels, guard._records, bridge._in_flight, streams._seen, streams._last_copy)
+_MEMORIES: tuple[dict[Any, Any], ...] = (
+    modules._kernels,
+    guard._records,
+    bridge._in_flight,
+    streams._seen,
+    streams._last_copy,
+)
 """What the package remembers of GPUs."""
-_CHECKS = (packed_decode.check, mtp_verify.check, commit.check)
+_CHECKS = tuple(each.check for each in (packed_decode, mtp_verify, commit, kda_step, gdn_step, conv_update))
 """Their plans remember kernels."""
 
 

@@ -84,7 +84,8 @@ class Round:
     """What happens next, by sequence."""
 
     kind: str
-    """verify, or decode: one token of each sequence that takes part."""
+    """verify; or one token of each sequence that takes part, by one of three ways: step (everything fused), pair (the
+    convolution, then the packed decode), decode (the packed decode, and the model's convolution)."""
     lengths: list[int]
     """Tokens to verify; 0 takes part with nothing to do."""
     accepted: list[int]
@@ -117,7 +118,12 @@ def rounds(draw: Any) -> Round:
     order = list(taking_part)
     for _ in range(draw(st.integers(0, 2))):
         order.insert(draw(st.integers(0, len(order))), -1)
-    return Round(draw(st.sampled_from(["verify", "verify", "decode"])), lengths, accepted, order)
+    return Round(
+        draw(st.sampled_from(["verify", "verify", "step", "step", "pair", "decode"])),
+        lengths,
+        accepted,
+        order,
+    )
 
 
 @st.composite
@@ -238,36 +244,81 @@ class Engine:
         return Tokens(*[np.full(shape, np.nan, kind) for shape in shapes])
 
     def decode(self, now: Round) -> None:
-        """One token of every row: the model runs the convolution, the packed decode the rest."""
-        live = [each for each in now.order if each >= 0]
-        tokens = {each: self.draw(each, 1) for each in live}
-        wanted = {each: self.models[each].decode(tokens[each], 0) for each in live}
+        """One token of every row."""
+        tokens = {each: self.draw(each, 1) for each in now.order if each >= 0}
+        wanted = {each: self.models[each].decode(tokens[each], 0) for each in tokens}
+        rows = [tokens[each] if each >= 0 else self.nothing() for each in now.order]
+        packed = [np.concatenate([getattr(row, name) for row in rows]) for name in Tokens._fields]
+        slots = self.to(np.array([self.slots[each] if each >= 0 else -1 for each in now.order], np.int32))
+        out = {"step": self.step, "pair": self.pair, "decode": self.packed}[now.kind](
+            packed, slots, now, wanted
+        )
+        for row, each in enumerate(now.order):
+            if each < 0:
+                assert not out[row].any()
+            else:
+                assert relative_error(out[row], wanted[each][0]) < OUTPUT_ERROR[self.game.dtype]
+
+    def nothing(self) -> Tokens:
+        """One token of a row of padding."""
+        game, kind = self.game, np_dtype(self.game.dtype)
+        widths = [(1, game.H * DIM)] * 2 + [(1, game.HV * DIM), (1, game.HV, DIM), (1, game.HV)]
+        return Tokens(*[np.full(shape, np.nan, kind) for shape in widths])
+
+    def step(self, packed: list[Any], slots: Any, *_: Any) -> Any:
+        """Everything in one launch."""
+        heads = (self.game.H, self.game.H, self.game.HV)
+        persistent = ("recurrent_state", "cs_q", "cs_k", "cs_v")
+        call = {
+            f"x_{letter}": self.to(x.reshape(1, len(x), count, DIM))
+            for letter, x, count in zip(LETTERS, packed, heads, strict=False)
+        }
+        out = kda_cupy.kda_decode_step(
+            **call,
+            g=self.to(packed[3][None]),
+            beta=self.to(packed[4][None]),
+            **self.moved_weights,
+            **{name: self.arrays[name] for name in persistent},
+            ssm_state_indices=slots,
+        )
+        return to_host(out)[0]
+
+    def pair(self, packed: list[Any], slots: Any, *_: Any) -> Any:
+        """The convolution of q, k and v in one launch, then the packed decode."""
+        pieces = [
+            tuple(self.arrays[f"cs_{letter}"] for letter in LETTERS),
+            *(
+                tuple(self.moved_weights[f"{name}_{letter}"] for letter in LETTERS)
+                for name in ("w", "conv_bias")
+            ),
+        ]
+        x = tuple(self.to(each) for each in packed[:3])
+        rows = kda_cupy.causal_conv1d_update(x, *pieces, "silu", slots)
+        return self.packed_decode(rows, packed, slots)
+
+    def packed(self, packed: list[Any], slots: Any, now: Round, wanted: dict[int, Any]) -> Any:
+        """The packed decode of the model's activations; the histories are the model's too."""
         kind, width = np_dtype(self.game.dtype), (2 * self.game.H + self.game.HV) * DIM
-        mixed = np.full((len(now.order), width), np.nan, kind)
-        a, b = (np.full((len(now.order), n), np.nan, kind) for n in (self.game.HV * DIM, self.game.HV))
+        rows = np.full((len(now.order), width), np.nan, kind)
         for row, each in enumerate(now.order):
             if each >= 0:
-                mixed[row] = np.concatenate(wanted[each][1]).astype(kind)
-                a[row], b[row] = tokens[each].g.ravel(), tokens[each].beta[0]
-        slots = np.array([self.slots[each] if each >= 0 else -1 for each in now.order], np.int32)
+                rows[row] = np.concatenate(wanted[each][1]).astype(kind)
+                for letter, history in zip(LETTERS, self.models[each].histories, strict=True):
+                    self.arrays[f"cs_{letter}"][self.slots[each]] = self.to(history.astype(kind))
+        return self.packed_decode(self.to(rows), packed, slots)
+
+    def packed_decode(self, rows: Any, packed: list[Any], slots: Any) -> Any:
         out, _ = kda_cupy.kda_packed_decode(
-            self.to(mixed),
-            self.to(a),
-            self.to(b),
+            rows,
+            self.to(packed[3].reshape(len(packed[3]), self.game.HV * DIM)),
+            self.to(packed[4]),
             self.moved_weights["A_log"],
             self.moved_weights["dt_bias"],
             self.arrays["recurrent_state"],
-            self.to(slots),
+            slots,
             lower_bound=self.game.lower_bound,
         )
-        for row, each in enumerate(now.order):
-            got = to_host(out)[row, 0]
-            if each < 0:
-                assert not got.any()
-                continue
-            assert relative_error(got, wanted[each][0]) < OUTPUT_ERROR[self.game.dtype]
-            for letter, history in zip(LETTERS, self.models[each].histories, strict=True):
-                self.arrays[f"cs_{letter}"][self.slots[each]] = self.to(history.astype(kind))
+        return to_host(out)[:, 0]
 
     def compare(self) -> None:
         """States within rounding, histories to the bit, and everybody else's slot as it was."""
@@ -296,10 +347,12 @@ def scripted(mode: str, dtype: str) -> Game:
     """D3: verify 4, keep 3, one plain token, verify 4, keep 1; then keep nothing, and all of it."""
     script = [
         Round("verify", [4, 2, 5], [3, 0, 5], [2, -1, 0, 1]),
-        Round("decode", [1] * 3, [1] * 3, [0, 1]),
+        Round("step", [1] * 3, [1] * 3, [0, 1]),
         Round("verify", [4, 4, 0], [1, 4, 0], [1, 0, 2, -1]),
         Round("verify", [3, 1, 5], [0, 1, 0], [0, 2, 1]),
         Round("decode", [1] * 3, [1] * 3, [-1, 2, 0]),
+        Round("step", [1] * 3, [1] * 3, [2, -1, 0]),
+        Round("pair", [1] * 3, [1] * 3, [1, 0, -1, 2]),
         Round("verify", [5, 5, 5], [5, 5, 5], [1, 2, 0]),
     ]
     return Game(mode=mode, dtype=dtype, rounds=script)

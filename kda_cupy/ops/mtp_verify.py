@@ -17,25 +17,19 @@ import numpy as np
 from kda_cupy import bridge, guard
 from kda_cupy.arrays import HOST, ArrayInfo, describe
 from kda_cupy.checks import (
-    as_float,
-    check_alignment,
     check_apart,
-    check_bfloat16_support,
-    check_contiguous,
     check_dtype,
     check_flag,
     check_lower_bound,
     check_modes,
     check_one_place,
     check_scale,
-    check_strides,
     check_written,
-    is_dense,
     shape_text,
     strides_text,
 )
 from kda_cupy.config import MtpVerifyConfig
-from kda_cupy.dtypes import BFLOAT16, FLOAT32, FLOATS, INDICES
+from kda_cupy.dtypes import INDICES
 from kda_cupy.errors import error
 from kda_cupy.launch import BoundCall, Call, HostCall, Launch, register_binder, split_rows
 from kda_cupy.modules import Kernel, get_kernel
@@ -44,9 +38,6 @@ from kda_cupy.ops.mtp_checks import (
     DIM,
     MAX_TOKENS,
     RINGS,
-    SHORT_NAMES,
-    TAPS,
-    check_history,
     check_index_vector,
     check_rings,
     check_rollback,
@@ -58,22 +49,26 @@ from kda_cupy.ops.mtp_checks import (
     sliding,
     to_host,
 )
+from kda_cupy.ops.token_checks import (
+    BIASES,
+    HISTORIES,
+    check_activations,
+    check_convolutions,
+    check_gate_parameters,
+    check_output_norm,
+    check_token_dtypes,
+    check_token_memory,
+)
 from kda_cupy.reference import batched_mtp
 from kda_cupy.reference.batched_mtp import Verify as Operands
 
 NAME: Final = "kda_decode_mtp"
-HISTORIES: Final = ("cs_q", "cs_k", "cs_v")
 WINDOWS: Final = ("intermediate_conv_q", "intermediate_conv_k", "intermediate_conv_v")
 WRITTEN: Final = frozenset(("out", "intermediate_ssm", *WINDOWS, *RINGS))
-_BIASES: Final = ("conv_bias_q", "conv_bias_k", "conv_bias_v")
 _ROLLBACK: Final = ("intermediate_ssm", *RINGS)
 OPTIONAL: Final = frozenset(
-    (*_BIASES, *_ROLLBACK, "A_log", "ring_indices", "onorm_gate", "onorm_weight", "out")
+    (*BIASES, *_ROLLBACK, "A_log", "ring_indices", "onorm_gate", "onorm_weight", "out")
 )
-_TOKEN_AXES: Final = ("x_q", "x_k", "x_v", "g", "onorm_gate", "out")
-"""Operands whose last two axes are dense and whose token stride is free."""
-
-
 _RING_FIELDS: Final = dict(zip(("ring_v", "ring_k", "ring_g", "ring_beta"), RINGS, strict=True))
 _POINTERS: Final = tuple(
     Operands._fields.index(_RING_FIELDS.get(name, name)) for name in mtp_params.VerifyPointers._fields[:-2]
@@ -172,12 +167,12 @@ def check(infos: Operands, options: Options) -> Plan:
             raise error("KDA-ARRAY-KIND", operand=name, got="None")
     check_one_place(named, "KDA-PACKED-DEVICES")
 
-    T, H, HV = _check_activations(infos)
+    T, H, HV = check_activations(infos)
     N, max_tokens = _check_tokens(infos.cu_seqlens, T, options.max_tokens_per_request)
-    _check_gate_parameters(infos.A_log, infos.dt_bias, HV)
+    check_gate_parameters(infos.A_log, infos.dt_bias, HV)
     check_state_memory("recurrent_state", infos.recurrent_state, HV)
     slots = infos.recurrent_state.shape[0]
-    _check_convolutions(named, slots, H, HV)
+    check_convolutions(named, slots, H, HV)
     _check_scratch(named, slots, H, HV, max_tokens, infos.x_q.dtype)
     scratch_rows = check_scratch_rows(
         {name: named[name] for name in ("intermediate_ssm", *WINDOWS) if name in named}
@@ -185,12 +180,19 @@ def check(infos: Operands, options: Options) -> Plan:
     for name in ("ssm_state_indices", "intermediate_state_indices", "ring_indices"):
         if name in named:
             check_index_vector(name, named[name], N)
-    onorm_eps = _check_output_norm(infos, options.onorm_eps, T, HV)
+    onorm_eps = check_output_norm(
+        infos.onorm_gate,
+        infos.onorm_weight,
+        options.onorm_eps,
+        shape=(1, T, HV, DIM),
+        axes=f"(1, T={T}, HV={HV}, 128)",
+        activation=infos.x_q.dtype,
+    )
     if infos.out is not None and infos.out.shape != (1, T, HV, DIM):
         got, shape = shape_text(infos.out.shape), f"(1, T={T}, HV={HV}, 128)"
         raise error("KDA-VERIFY-OUT-SHAPE", operand="out", got=got, shape=shape)
-    _check_dtypes(infos)
-    _check_memory(named)
+    check_token_dtypes(infos._asdict(), WINDOWS)
+    check_token_memory(named)
 
     scale = check_scale(options.scale, DIM)
     lower_bound = check_lower_bound(options.lower_bound, has_A_log=infos.A_log is not None)
@@ -220,25 +222,6 @@ def check(infos: Operands, options: Options) -> Plan:
     )
 
 
-def _check_activations(infos: Operands) -> tuple[int, int, int]:
-    """Returns T, H and HV."""
-    for name, x in (("x_q", infos.x_q), ("x_k", infos.x_k)):
-        alike = x.rank == 4 and x.shape[0] == 1 and x.shape[2] > 0 and x.shape[3] == DIM
-        if not alike or x.shape != infos.x_q.shape:
-            raise error("KDA-VERIFY-QK-SHAPE", operand=name, got=f"`{name}` of shape {shape_text(x.shape)}")
-    _, T, H, _ = infos.x_q.shape
-    HV = infos.x_v.shape[2] if infos.x_v.rank == 4 else 0
-    for name, x in (("x_v", infos.x_v), ("g", infos.g)):
-        if x.shape != (1, T, HV, DIM) or not HV or HV % H:
-            got = f"`x_v` of shape {shape_text(infos.x_v.shape)} and `g` of shape {shape_text(infos.g.shape)}"
-            shape = f"(1, T={T}, HV, 128)"
-            raise error("KDA-VERIFY-VG-SHAPE", operand=name, got=got, shape=shape)
-    if infos.beta.shape != (1, T, HV):
-        got, shape = shape_text(infos.beta.shape), f"(1, T={T}, HV={HV})"
-        raise error("KDA-VERIFY-BETA-SHAPE", operand="beta", got=got, shape=shape)
-    return T, H, HV
-
-
 def _check_tokens(cu_seqlens: ArrayInfo, T: int, max_tokens: Any) -> tuple[int, int]:
     """Returns N and the longest request allowed."""
     if cu_seqlens.rank != 1 or not cu_seqlens.size or not cu_seqlens.is_contiguous:
@@ -262,37 +245,6 @@ def _check_tokens(cu_seqlens: ArrayInfo, T: int, max_tokens: Any) -> tuple[int, 
     return N, max(int(longest), 1)
 
 
-def _check_gate_parameters(A_log: ArrayInfo | None, dt_bias: ArrayInfo, HV: int) -> None:
-    for name, info, numel in (("A_log", A_log, HV), ("dt_bias", dt_bias, HV * DIM)):
-        if info is None:
-            continue
-        folded = name == "dt_bias" and info.rank != 1 and info.shape[-2:] != (HV, DIM)
-        if info.size != numel or folded:
-            raise error(
-                "KDA-VERIFY-A-LOG-NUMEL",
-                operand=name,
-                got=f"{info.size} elements",
-                shape=info.shape,
-                numel=numel,
-            )
-
-
-def _check_convolutions(named: Mapping[str, ArrayInfo], slots: int, H: int, HV: int) -> None:
-    biases = [name for name in _BIASES if name in named]
-    if biases and len(biases) < len(_BIASES):
-        missing = next(name for name in _BIASES if name not in named)
-        got = f"`{biases[0]}` without `{missing}`"
-        raise error("KDA-VERIFY-CONV-WEIGHT", operand=missing, got=got, shape="with the other two, or none")
-    for letter, heads in (("q", H), ("k", H), ("v", HV)):
-        channels = heads * DIM
-        for name, shape in ((f"w_{letter}", (channels, TAPS)), (f"conv_bias_{letter}", (channels,))):
-            if name in named and named[name].shape != shape:
-                got = f"shape {shape_text(named[name].shape)}"
-                raise error("KDA-VERIFY-CONV-WEIGHT", operand=name, got=got, shape=shape_text(shape))
-        name = f"cs_{letter}"
-        check_history(name, named[name], slots=slots, channels=channels)
-
-
 def _check_scratch(
     named: Mapping[str, ArrayInfo], slots: int, H: int, HV: int, steps: int, activation: np.dtype[Any]
 ) -> None:
@@ -311,67 +263,6 @@ def _check_scratch(
         check_snapshots(named["intermediate_ssm"], HV=HV, steps=steps)
     for name, heads in zip(WINDOWS, (H, H, HV), strict=True):
         check_window(name, named[name], steps=steps, channels=heads * DIM)
-
-
-def _check_output_norm(infos: Operands, eps: Any, T: int, HV: int) -> float:
-    """Returns the epsilon; 0.0 without a norm."""
-    parts = {"onorm_gate": infos.onorm_gate, "onorm_weight": infos.onorm_weight, "onorm_eps": eps}
-    missing = [name for name, part in parts.items() if part is None]
-    if len(missing) == len(parts):
-        return 0.0
-    if missing:
-        got = f"no `{missing[0]}`"
-        raise error("KDA-VERIFY-ONORM-INCOMPLETE", operand=missing[0], got=got)
-    gate, weight = infos.onorm_gate, infos.onorm_weight
-    if gate.shape != (1, T, HV, DIM):
-        got, shape = shape_text(gate.shape), f"(1, T={T}, HV={HV}, 128)"
-        raise error("KDA-VERIFY-ONORM-GATE-SHAPE", operand="onorm_gate", got=got, shape=shape)
-    if weight.shape != (DIM,):
-        raise error("KDA-VERIFY-ONORM-WEIGHT-SHAPE", operand="onorm_weight", got=shape_text(weight.shape))
-    activation = infos.x_q.dtype
-    if gate.dtype != activation or weight.dtype not in (FLOAT32, BFLOAT16):
-        name = "onorm_gate" if gate.dtype != activation else "onorm_weight"
-        got = f"gate={gate.dtype} and weight={weight.dtype}"
-        short = SHORT_NAMES.get(activation.name, activation.name)
-        raise error("KDA-VERIFY-ONORM-DTYPE", operand=name, got=got, activation=short)
-    epsilon = as_float("KDA-VALUE-EPS", "onorm_eps", eps)
-    if epsilon < 0:
-        raise error("KDA-VALUE-EPS", operand="onorm_eps", got=repr(epsilon))
-    return epsilon
-
-
-def _check_dtypes(infos: Operands) -> None:
-    check_dtype("x_q", infos.x_q, FLOATS)
-    activation = (infos.x_q.dtype,)
-    for name in ("x_k", "x_v", "cs_q", "cs_k", "cs_v", *WINDOWS, "out"):
-        if getattr(infos, name) is not None:
-            check_dtype(name, getattr(infos, name), activation)
-    for name in ("g", "beta"):
-        check_dtype(name, getattr(infos, name), dict.fromkeys((*activation, FLOAT32)))
-    check_dtype("w_q", infos.w_q, FLOATS)
-    for name in ("w_k", "w_v", *_BIASES):
-        if getattr(infos, name) is not None:
-            check_dtype(name, getattr(infos, name), (infos.w_q.dtype,))
-    for name in ("A_log", "dt_bias"):
-        if getattr(infos, name) is not None:
-            check_dtype(name, getattr(infos, name), FLOATS)
-    check_bfloat16_support(infos._asdict())
-
-
-def _check_memory(named: Mapping[str, ArrayInfo]) -> None:
-    """Strides and alignment of what has no stricter check of its own."""
-    for name, info in named.items():
-        check_strides(name, info)
-        check_alignment(name, info)
-    for name in _TOKEN_AXES:
-        if name in named and not is_dense(named[name], 2):
-            raise error("KDA-VERIFY-CONTIGUOUS", operand=name, got=strides_text(named[name]))
-    for name in ("w_q", "w_k", "w_v", *_BIASES, "onorm_weight"):
-        if name in named and not is_dense(named[name], 1):
-            raise error("KDA-VERIFY-CONTIGUOUS", operand=name, got=strides_text(named[name]))
-    for name in ("A_log", "dt_bias"):
-        if name in named:
-            check_contiguous("KDA-PACKED-GATE-CONTIGUOUS", name, named[name])
 
 
 def verify_config(plan: Plan) -> MtpVerifyConfig:

@@ -19,10 +19,7 @@ from kda_cupy.arrays import HOST, ArrayInfo, describe
 from kda_cupy.checks import (
     STATE_AXES,
     check_alignment,
-    check_bfloat16_support,
-    check_contiguous,
     check_contiguous_last,
-    check_dtype,
     check_flag,
     check_lower_bound,
     check_modes,
@@ -35,10 +32,17 @@ from kda_cupy.checks import (
     shape_text,
 )
 from kda_cupy.config import PackedDecodeConfig
-from kda_cupy.dtypes import FLOAT32, FLOATS, INDICES, INT64
+from kda_cupy.dtypes import INT64
 from kda_cupy.errors import error
 from kda_cupy.launch import BoundCall, Call, HostCall, Launch, register_binder, split_rows
 from kda_cupy.modules import Kernel, get_kernel
+from kda_cupy.ops.packed_checks import (
+    check_dtypes,
+    check_gate_shapes,
+    check_ranks_and_contiguity,
+    check_rows_agree,
+    heads_of,
+)
 from kda_cupy.reference import batched
 
 GDN, KDA = "gdn_packed_decode", "kda_packed_decode"
@@ -190,24 +194,16 @@ def check(operation: str, infos: Operands, options: Options) -> Plan:
     x, a, b, A_log, dt_bias, state, indices, out = infos
     named: dict[str, ArrayInfo] = {name: info for name, info in infos._asdict().items() if info is not None}
 
-    _check_ranks_and_contiguity(per_key, x, a, b, A_log, dt_bias, indices, out)
+    check_ranks_and_contiguity(per_key, x, a, b, A_log, dt_bias, indices, out)
     check_one_place(named, "KDA-PACKED-DEVICES")
-    _check_dtypes(x, a, b, A_log, dt_bias, state, indices, out)
+    check_dtypes(x, a, b, A_log, dt_bias, state, indices, out)
     for name, info in named.items():
         check_strides(name, info)
     for name, info in named.items():
         if name != "initial_state":  # which has a stricter check of its own
             check_alignment(name, info)
 
-    B = x.shape[0]
-    if not B == a.shape[0] == b.shape[0]:
-        got = f"`mixed_qkv.shape[0]={B}`, `a.shape[0]={a.shape[0]}`, `b.shape[0]={b.shape[0]}`"
-        raise error("KDA-PACKED-BATCH", operand="mixed_qkv", got=got)
-    if indices.shape != (B,):
-        raise error(
-            "KDA-PACKED-INDICES-SHAPE", operand="ssm_state_indices", got=str(indices.shape), expected=(B,)
-        )
-
+    B = check_rows_agree(x, a, b, indices)
     if state.rank != 4:
         got = f"shape {shape_text(state.shape)}"
         raise error("KDA-STATE-RANK", operand="initial_state", got=got, rank=state.rank, axes=STATE_AXES)
@@ -215,10 +211,10 @@ def check(operation: str, infos: Operands, options: Options) -> Plan:
     check_state_layout("initial_state", state)
     slots, HV, V, K = state.shape
 
-    _check_gate_shapes(per_key, HV, K, a, b, A_log, dt_bias)
+    check_gate_shapes(per_key, HV, K, a, b, A_log, dt_bias)
     if out is not None and out.shape != (B, 1, HV, V):
         raise error("KDA-PACKED-OUT-SHAPE", operand="out", got=str(out.shape), expected=(B, 1, HV, V))
-    H = _heads(x.shape[1], HV, V, K)
+    H = heads_of(x.shape[1], HV, V, K)
 
     scale = check_scale(options.scale, K)
     lower_bound = check_lower_bound(options.lower_bound, has_A_log=A_log is not None)
@@ -275,104 +271,6 @@ def check(operation: str, infos: Operands, options: Options) -> Plan:
         validate_fully=options.validate == "full",
         spans=tuple(0 if info is None else info.span_bytes for info in infos),
     )
-
-
-def _check_ranks_and_contiguity(
-    per_key: bool,
-    x: ArrayInfo,
-    a: ArrayInfo,
-    b: ArrayInfo,
-    A_log: ArrayInfo | None,
-    dt_bias: ArrayInfo,
-    indices: ArrayInfo,
-    out: ArrayInfo | None,
-) -> None:
-    if x.rank != 2:
-        raise error(
-            "KDA-PACKED-QKV-RANK", operand="mixed_qkv", got=f"shape {shape_text(x.shape)}", rank=x.rank
-        )
-    check_contiguous_last("KDA-PACKED-QKV-CONTIGUOUS", "mixed_qkv", x)
-    for name, info in (("a", a), ("b", b)):
-        if info.rank != 2:
-            axes = "[B, HV*K]" if per_key and name == "a" else "[B, HV]"
-            got = f"shape {shape_text(info.shape)}"
-            raise error("KDA-PACKED-AB-RANK", operand=name, got=got, rank=info.rank, axes=axes)
-    for name, info in (("a", a), ("b", b)):
-        check_contiguous_last("KDA-PACKED-AB-CONTIGUOUS", name, info)
-    if dt_bias.rank not in ((1, 2) if per_key else (1,)):
-        wanted = "1D or 2D tensor, [HV*K] or [HV, K]" if per_key else "1D tensor, [HV]"
-        got = f"shape {shape_text(dt_bias.shape)}"
-        raise error("KDA-PACKED-GATE-RANK", operand="dt_bias", got=got, rank=dt_bias.rank, wanted_rank=wanted)
-    for name, gate in (("A_log", A_log), ("dt_bias", dt_bias)):
-        if gate is not None:
-            check_contiguous("KDA-PACKED-GATE-CONTIGUOUS", name, gate)
-    if indices.rank != 1:
-        raise error(
-            "KDA-PACKED-INDICES-RANK",
-            operand="ssm_state_indices",
-            got=f"shape {shape_text(indices.shape)}",
-            rank=indices.rank,
-        )
-    if out is not None:
-        check_contiguous("KDA-PACKED-OUT-CONTIGUOUS", "out", out)
-
-
-def _check_dtypes(
-    x: ArrayInfo,
-    a: ArrayInfo,
-    b: ArrayInfo,
-    A_log: ArrayInfo | None,
-    dt_bias: ArrayInfo,
-    state: ArrayInfo,
-    indices: ArrayInfo,
-    out: ArrayInfo | None,
-) -> None:
-    check_dtype("mixed_qkv", x, FLOATS)
-    gate_types = dict.fromkeys((x.dtype, FLOAT32))
-    check_dtype("a", a, gate_types)
-    check_dtype("b", b, gate_types)
-    if A_log is not None:
-        check_dtype("A_log", A_log, FLOATS)
-    check_dtype("dt_bias", dt_bias, FLOATS)
-    check_dtype("initial_state", state, (FLOAT32,), "KDA-STATE-DTYPE")
-    check_dtype("ssm_state_indices", indices, INDICES)
-    if out is not None:
-        check_dtype("out", out, (x.dtype,))
-    check_bfloat16_support({"mixed_qkv": x, "a": a, "b": b, "A_log": A_log, "dt_bias": dt_bias})
-
-
-def _check_gate_shapes(
-    per_key: bool, HV: int, K: int, a: ArrayInfo, b: ArrayInfo, A_log: ArrayInfo | None, dt_bias: ArrayInfo
-) -> None:
-    gates = HV * K if per_key else HV
-    wanted_a = f"[B, HV*K] with HV={HV}, K={K}" if per_key else f"[B, HV] with HV={HV}"
-    for name, info, width, wanted in (("a", a, gates, wanted_a), ("b", b, HV, f"[B, HV] with HV={HV}")):
-        if info.shape[1] != width:
-            raise error("KDA-PACKED-AB-SHAPE", operand=name, got=f"{name}.shape={info.shape}", shape=wanted)
-    wrong_bias_axes = dt_bias.rank == 2 and dt_bias.shape != (HV, K)
-    if (A_log is not None and A_log.size != HV) or dt_bias.size != gates or wrong_bias_axes:
-        raise error(
-            "KDA-PACKED-GATE-NUMEL",
-            operand="A_log" if A_log is not None and A_log.size != HV else "dt_bias",
-            got=f"{'A_log=None' if A_log is None else f'A_log.shape={A_log.shape}'}, dt_bias.shape={dt_bias.shape}",
-            elements=f"HV={HV} and HV*K={gates}" if per_key else f"HV={HV}",
-        )
-
-
-def _heads(width: int, HV: int, V: int, K: int) -> int:
-    """H, from the width of a packed row."""
-    qk = width - HV * V
-    if qk <= 0 or qk % 2:
-        got = f"qk_dim={qk} from qkv_dim={width}, HV={HV}, V={V}"
-        raise error("KDA-PACKED-QKV-WIDTH", operand="mixed_qkv", got=got)
-    if qk // 2 % K:
-        got = f"qk_dim/2={qk // 2} from qkv_dim={width}, HV={HV}, V={V}"
-        raise error("KDA-PACKED-Q-WIDTH", operand="mixed_qkv", got=got, K=K)
-    H = qk // 2 // K
-    if HV % H:
-        got = f"H={H} and HV={HV}, from qkv_dim={width}, V={V}, K={K}"
-        raise error("KDA-PACKED-HEADS", operand="mixed_qkv", got=got)
-    return H
 
 
 def prepare(operation: str, operands: Operands, options: Options) -> tuple[Call, Plan, bool]:

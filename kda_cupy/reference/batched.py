@@ -74,24 +74,47 @@ def packed_decode(
     if A_log is not None:
         A_log = A_log.reshape(HV).astype(np.float32)
     dt_bias = dt_bias.reshape(HV, -1).astype(np.float32)
-    rows_at_once = max(1, CHUNK_BYTES // (HV * V * K * 4))
-    for start in range(0, len(live), rows_at_once):
-        rows = live[start : start + rows_at_once]
+    for rows in chunks(live, HV * V * K):
         n = len(rows)
         x = mixed_qkv[rows].astype(np.float32)
-        q = x[:, : H * K].reshape(n, H, K)
-        k = x[:, H * K : 2 * H * K].reshape(n, H, K)
-        v = x[:, 2 * H * K :].reshape(n, HV, V)
-        if normalize_qk:
-            q, k = l2_normalized(q), l2_normalized(k)
-        q = np.repeat(q * np.float32(scale), HV // H, axis=1)[:, :, None, :]
-        k = np.repeat(k, HV // H, axis=1)[:, :, None, :]
-        gates = a[rows].astype(np.float32).reshape(n, HV, K if per_key_gate else 1)
-        decay = np.exp(log_decay(gates, dt_bias, A_log, lower_bound))
-        beta = sigmoid(b[rows].astype(np.float32)) * np.float32(beta_scale)
+        slots_now = indices[rows]
+        o, state[slots_now] = advance(
+            state[slots_now],
+            q=x[:, : H * K].reshape(n, H, K),
+            k=x[:, H * K : 2 * H * K].reshape(n, H, K),
+            v=x[:, 2 * H * K :].reshape(n, HV, V),
+            g=log_decay(
+                a[rows].astype(np.float32).reshape(n, HV, K if per_key_gate else 1),
+                dt_bias,
+                A_log,
+                lower_bound,
+            ),
+            beta=sigmoid(b[rows].astype(np.float32)) * np.float32(beta_scale),
+            scale=scale,
+            normalize_qk=normalize_qk,
+        )
+        out[rows, 0] = o.astype(out.dtype)
 
-        S = state[indices[rows]] * decay[:, :, None, :]
-        u = beta[:, :, None] * (v - (S * k).sum(-1))
-        S += u[..., None] * k
-        out[rows, 0] = (S * q).sum(-1).astype(out.dtype)
-        state[indices[rows]] = S
+
+def chunks(rows: Any, state_elements: int) -> list[Any]:
+    """Cut rows into pieces whose states together are about CHUNK_BYTES."""
+    at_once = max(1, CHUNK_BYTES // (state_elements * 4))
+    return [rows[start : start + at_once] for start in range(0, len(rows), at_once)]
+
+
+def advance(
+    S: Any, *, q: Any, k: Any, v: Any, g: Any, beta: Any, scale: float, normalize_qk: bool
+) -> tuple[Any, Any]:
+    """One token of n rows, fp32: S [n, HV, V, K], q and k [n, H, K], v [n, HV, V], g [n, HV, K or 1], beta [n, HV].
+
+    Returns o [n, HV, V] and the new states.
+    """
+    group = S.shape[1] // q.shape[1]
+    if normalize_qk:
+        q, k = l2_normalized(q), l2_normalized(k)
+    q = np.repeat(q * np.float32(scale), group, axis=1)[:, :, None, :]
+    k = np.repeat(k, group, axis=1)[:, :, None, :]
+    S = S * np.exp(g)[:, :, None, :]
+    u = beta[:, :, None] * (v - (S * k).sum(-1))
+    S += u[..., None] * k
+    return (S * q).sum(-1), S

@@ -116,21 +116,25 @@ def packed_decode(
     return out, state
 
 
-def conv(history: Array, x: Array, taps: Array, bias: Array | float, activation: Any) -> tuple[Array, Array]:
+def conv(
+    history: Array, x: Array, taps: Array, bias: Array | float, activation: Any, *, silu: bool = True
+) -> tuple[Array, Array]:
     """One token of the causal convolution, per channel, and its SiLU.
 
-    ``history`` [channels, 3] holds raw inputs, oldest first; ``x`` [channels]; ``taps`` [channels, 4].
+    ``history`` [channels, 3] holds raw inputs, oldest first; ``x`` [channels]; ``taps`` [channels, 4];
+    or fewer of both.
     Returns the activation [channels], rounded to the dtype ``activation``, and the history after the token.
     """
     window = np.column_stack([history, x])
     y = np.sum(window * taps, axis=1) + bias
-    act = y * sigmoid(y)
+    act = y * sigmoid(y) if silu else y
     return act.astype(activation).astype(np.float64), window[:, 1:]
 
 
-def output_norm(o: Array, gate: Array, weight: Array, eps: float) -> Array:
-    """One token of one head: RMS norm over V, then the gate."""
-    normalized: Array = o / np.sqrt(np.mean(o * o) + eps) * weight * sigmoid(gate)
+def output_norm(o: Array, gate: Array, weight: Array, eps: float, *, silu: bool = False) -> Array:
+    """One token of one head: RMS norm over V, then the gate: its sigmoid (KDA) or SiLU (GDN)."""
+    opening = gate * sigmoid(gate) if silu else sigmoid(gate)
+    normalized: Array = o / np.sqrt(np.mean(o * o) + eps) * weight * opening
     return normalized
 
 
@@ -149,10 +153,10 @@ class Request(NamedTuple):
     q: Convolution
     k: Convolution
     v: Convolution
-    raw_gate: Array  # [t, HV, K]
+    raw_gate: Array  # [t, HV, K], or [t, HV, 1]: one gate a head
     raw_beta: Array  # [t, HV]
     A_log: Array | None  # [HV]
-    dt_bias: Array  # [HV, K]
+    dt_bias: Array  # [HV, K or 1]
     state: Array  # [HV, V, K]
     norm_gate: Array | None  # [t, HV, V]
     norm_weight: Array | None  # [V]
@@ -177,6 +181,7 @@ def verify(
     scale: float | None = None,
     lower_bound: float | None = None,
     onorm_eps: float = 0.0,
+    onorm_silu: bool = False,
     normalize_qk: bool = True,
     beta_scale: float = 1.0,
 ) -> Verified:
@@ -209,7 +214,8 @@ def verify(
             )
             S, o = step(S, token)
             if request.norm_gate is not None and request.norm_weight is not None:
-                o = output_norm(o, request.norm_gate[j, head], request.norm_weight, onorm_eps)
+                gate = request.norm_gate[j, head]
+                o = output_norm(o, gate, request.norm_weight, onorm_eps, silu=onorm_silu)
             result.out[j, head], result.states[j, head], result.g[head, j] = o, S, token.g
     return result
 
@@ -239,6 +245,67 @@ def decode_mtp(operands: Mapping[str, Any]) -> list[Verified | None]:
                 scale=operands.get("scale"),
                 lower_bound=operands.get("lower_bound"),
                 onorm_eps=operands.get("onorm_eps") or 0.0,
+                normalize_qk=operands.get("use_qk_l2norm_in_kernel", True),
+                beta_scale=2.0 if operands.get("allow_neg_eigval") else 1.0,
+            )
+        )
+    return results
+
+
+def kda_decode_step(operands: Mapping[str, Any]) -> list[Verified | None]:
+    """kda_decode_step on NumPy operands by name, one result a row: a verify of one token each, all of it kept.
+
+    ``states[0]`` and ``windows`` are the state and the history after the token. Nothing is written.
+    """
+    return decode_mtp({**operands, "cu_seqlens": np.arange(operands["x_q"].shape[1] + 1)})
+
+
+def gdn_decode_step(operands: Mapping[str, Any]) -> list[Verified | None]:
+    """gdn_decode_step on NumPy operands by name, one result a row, as in :func:`kda_decode_step`."""
+
+    def values(name: str) -> Array | None:
+        value = operands.get(name)
+        return None if value is None else np.asarray(value, np.float64)
+
+    rows, state = np.asarray(operands["mixed_qkv"], np.float64), operands["initial_state"]
+    slots, HV, V, _ = state.shape
+    qk = (rows.shape[1] - HV * V) // 2
+    bias, A_log = values("conv_bias"), values("A_log")
+    results: list[Verified | None] = []
+    for row, slot in enumerate(np.asarray(operands["ssm_state_indices"]).tolist()):
+        if slot < 0 or slot <= operands.get("null_index", -1) or slot >= slots:
+            results.append(None)
+            continue
+        q, k, v = (
+            Convolution(
+                x=rows[row : row + 1, channels],
+                history=np.asarray(operands["conv_state"][slot, channels], np.float64),
+                taps=np.asarray(operands["conv_weight"][channels], np.float64),
+                bias=0.0 if bias is None else bias[channels],
+            )
+            for channels in (slice(0, qk), slice(qk, 2 * qk), slice(2 * qk, None))
+        )
+        gate = values("onorm_gate")
+        request = Request(
+            q=q,
+            k=k,
+            v=v,
+            raw_gate=np.asarray(operands["a"][row], np.float64).reshape(1, HV, 1),
+            raw_beta=np.asarray(operands["b"][row : row + 1], np.float64),
+            A_log=None if A_log is None else A_log.reshape(HV),
+            dt_bias=np.asarray(operands["dt_bias"], np.float64).reshape(HV, 1),
+            state=np.asarray(state[slot], np.float64),
+            norm_gate=None if gate is None else gate[row : row + 1],
+            norm_weight=values("onorm_weight"),
+        )
+        results.append(
+            verify(
+                request,
+                activation=operands["mixed_qkv"].dtype,
+                scale=operands.get("scale"),
+                lower_bound=operands.get("lower_bound"),
+                onorm_eps=operands.get("onorm_eps") or 0.0,
+                onorm_silu=True,
                 normalize_qk=operands.get("use_qk_l2norm_in_kernel", True),
                 beta_scale=2.0 if operands.get("allow_neg_eigval") else 1.0,
             )

@@ -14,13 +14,15 @@ from kda_cupy import sources
 from kda_cupy.bench import yardstick
 from kda_cupy.config import (
     CommitConfig,
+    ConvUpdateConfig,
     KernelConfig,
     MtpVerifyConfig,
     PackedDecodeConfig,
+    StepConfig,
     YardstickConfig,
 )
 from kda_cupy.modules import OPTIONS
-from kda_cupy.ops import mtp_params, packed_decode
+from kda_cupy.ops import conv_params, mtp_params, packed_decode, step_params
 
 core = pytest.importorskip("cuda.core")
 
@@ -75,6 +77,36 @@ def variants() -> dict[str, tuple[KernelConfig, int]]:
     for dtype, vector in (("bfloat16", True), ("float32", True), ("float16", False)):
         commit = CommitConfig(dtype, vector, mtp_params.COMMIT_PARAMS_BYTES)
         found[f"commit-{dtype}{'' if vector else '-unaligned'}"] = (commit, 128 if vector else 255)
+    step = StepConfig(
+        per_key_gate=True, bounded=True, group=1, activation="bfloat16", conv_weight="float32", g="bfloat16",
+        beta="bfloat16", A_log="float32", dt_bias="float32", onorm_weight="float32", vector=True,
+        params_bytes=step_params.PARAMS_BYTES,
+    )  # fmt: skip
+    steps: dict[str, dict[str, object]] = {
+        "kda": {},
+        "kda-softplus": {"bounded": False},
+        "kda-fp32": dict.fromkeys(("activation", "g", "beta"), "float32"),
+        "kda-fp16-half-parameters": dict.fromkeys(
+            ("activation", "conv_weight", "g", "beta", "A_log", "dt_bias"), "float16"
+        ),
+        "kda-bf16-weights": {"conv_weight": "bfloat16", "onorm_weight": "bfloat16", "g": "float32"},
+        "kda-unaligned": {"vector": False, "bounded": False},
+        "gdn-group2": {"per_key_gate": False, "bounded": False, "group": 2},
+        "gdn-bounded": {"per_key_gate": False},
+        "gdn-group2-fp32": {"per_key_gate": False, "group": 2, "activation": "float32", "bounded": False},
+        "kda-group3": {"group": 3, "bounded": False},
+        "gdn-group4": {"group": 4, "per_key_gate": False, "bounded": False},
+        "gdn-group8-fp32": {"group": 8, "per_key_gate": False, "activation": "float32", "g": "float32"},
+    }
+    for name, changes in steps.items():
+        config = dataclasses.replace(step, **changes)
+        # 64 registers: 1,024 threads an SM, 128 KiB of state in flight. A group that is walked has 512, and keeps more.
+        found[f"step-{name}"] = (config, 64 if config.group <= 2 else 128)
+    for width, dtype, silu in ((2, "float32", False), (3, "float16", True), (4, "bfloat16", True)):
+        update = ConvUpdateConfig(
+            width, silu, dtype, "float32", conv_params.THREADS, conv_params.PARAMS_BYTES
+        )
+        found[f"conv-{width}-{dtype}"] = (update, 64)
     for moves, (warps, loads), ceiling in (
         ("RW", yardstick.NARROW, 64),
         ("R", yardstick.NARROW, 64),

@@ -68,7 +68,8 @@ def test_codes_are_keys_in_the_order_of_the_families() -> None:
     assert all(code == page.code for code, page in CATALOGUE.items())
     families = [code.split("-")[1] for code in CATALOGUE]
     assert families == sorted(
-        families, key=["STATE", "PACKED", "VERIFY", "COMMIT", "VALUE", "ARRAY", "POOL", "COMPILER"].index
+        families,
+        key=["STATE", "PACKED", "VERIFY", "COMMIT", "CONV", "VALUE", "ARRAY", "POOL", "COMPILER"].index,
     )
 
 
@@ -150,10 +151,22 @@ def test_importing_the_catalogue_imports_no_cupy() -> None:
 
 def test_raised_by_is_what_the_source_says() -> None:
     packed = ("bind", "gdn_packed_decode", "kda_packed_decode")
-    assert raised_by("KDA-PACKED-HEADS") == packed  # bind by way of a registry
-    every = ("bind", "gdn_packed_decode", "kda_commit", "kda_decode_mtp", "kda_packed_decode")
-    assert raised_by("KDA-VERIFY-INDICES-SHAPE") == ("bind", "kda_commit", "kda_decode_mtp")
-    assert raised_by("KDA-ARRAY-ALIGNMENT") == ("StatePool.import_state", "StatePool.wrap", *every)
+    assert raised_by("KDA-PACKED-BATCH") == (
+        "bind",
+        "gdn_decode_step",
+        *packed[1:],
+    )  # bind by way of a registry
+    every = {
+        "causal_conv1d_update",
+        "gdn_decode_step",
+        "kda_commit",
+        "kda_decode_mtp",
+        "kda_decode_step",
+        *packed,
+    }
+    assert set(raised_by("KDA-ARRAY-ALIGNMENT")) == every | {"StatePool.import_state", "StatePool.wrap"}
+    assert raised_by("KDA-VERIFY-QK-SHAPE") == ("bind", "kda_decode_mtp", "kda_decode_step")
+    assert raised_by("KDA-CONV-X-SHAPE") == ("bind", "causal_conv1d_update")
     assert raised_by("KDA-VERIFY-TREE") == ("bind", "kda_decode_mtp")
     assert raised_by("KDA-COMMIT-LAYERS") == ("bind", "kda_commit")
     assert raised_by("KDA-STATE-RANK") == ("StatePool.wrap", "bind", "check_state", *packed[1:])
@@ -167,7 +180,7 @@ def test_raised_by_is_what_the_source_says() -> None:
     )  # not allocate, which tidies up
     assert "check_errors" in raised_by("KDA-VALUE-SLOT-RANGE")
     assert {"StatePool", "StatePool.for_budget"} <= set(raised_by("KDA-COMPILER-NO-GPU"))  # cls(...)
-    assert set(raised_by("KDA-COMPILER-COMPILE")) == set(every)  # through a cached property
+    assert set(raised_by("KDA-COMPILER-COMPILE")) == every  # through a cached property
     assert raised_by("KDA-NO-SUCH") == ()
 
 

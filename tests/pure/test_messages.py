@@ -813,8 +813,9 @@ VALUES = [
         "operation",
         "bind",
         lambda c: bind("kda_packed_decode", c.mixed_qkv),
-        "`operation` must be one that can be bound: gdn_packed_decode, kda_commit, kda_decode_mtp, "
-        "kda_packed_decode. Got 'kda_packed_decode'. Pass the function itself, then its operands.",
+        "`operation` must be one that can be bound: causal_conv1d_update, gdn_decode_step, "
+        "gdn_packed_decode, kda_commit, kda_decode_mtp, kda_decode_step, kda_packed_decode. Got "
+        "'kda_packed_decode'. Pass the function itself, then its operands.",
     ),
 ]
 ARRAYS = [
@@ -1499,9 +1500,10 @@ def test_the_whole_message(case: Case) -> None:
 def test_every_page_has_a_case() -> None:
     of_verify_and_commit = {"KDA-VALUE-LENGTH-RANGE", "KDA-VALUE-ACCEPT-RANGE", "KDA-VALUE-ROW-RANGE"}
     of_verify_and_commit |= {"KDA-VALUE-EPS", "KDA-ARRAY-FOLDED"}  # see test_mtp_messages.py
-    families = ("KDA-VERIFY-", "KDA-COMMIT-")
-    of_verify_and_commit |= {code for code in CATALOGUE if code.startswith(families)}
-    assert {case.code for case in CASES} == CATALOGUE.keys() - of_verify_and_commit
+    families = ("KDA-VERIFY-", "KDA-COMMIT-", "KDA-CONV-")
+    of_others = {code for code in CATALOGUE if code.startswith(families)}
+    of_others |= {"KDA-VALUE-ACTIVATION"}  # see test_step_messages.py, for those of the convolution too
+    assert {case.code for case in CASES} == CATALOGUE.keys() - of_verify_and_commit - of_others
 
 
 def test_messages_are_one_line_of_plain_words() -> None:

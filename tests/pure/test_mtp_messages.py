@@ -622,7 +622,7 @@ CASES = [
     verify(
         "KDA-VERIFY-OUT-SHAPE",
         "out",
-        "`out` of a verify must have shape (1, T=6, HV=2, 128). Got [1, 6, 1, 128]. Allocate it "
+        "`out` of packed tokens must have shape (1, T=6, HV=2, 128). Got [1, 6, 1, 128]. Allocate it "
         "like `x_v`, or leave it out.",
         out=lambda c: numbers(1, T, H, D),
     ),

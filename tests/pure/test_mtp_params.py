@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The parameter structs of verify and commit on the host are those of the kernels, field by field."""
+"""The parameter structs of verify, commit and decode step on the host are those of the kernels, field by field."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from kda_cupy import sources
-from kda_cupy.ops import mtp_params
+from kda_cupy.ops import mtp_params, step_params
 
 LETTERS = {"long long": "q", "int": "i", "float": "f"}
 STRUCTS = {
@@ -23,6 +23,11 @@ STRUCTS = {
         "CommitParams",
         (mtp_params.CommitPointers, mtp_params.CommitLayout),
         (mtp_params._COMMIT_POINTERS, mtp_params._COMMIT_LAYOUT),
+    ),
+    "decode_step.cu": (
+        "DecodeStepParams",
+        (step_params.StepPointers, step_params.StepLayout),
+        (step_params._POINTERS, step_params._LAYOUT),
     ),
 }
 

@@ -51,9 +51,13 @@ def test_any_geometry_and_any_strides(data: st.DataObject) -> None:
     want_out, want_state = truth.packed_decode(**problem)
     out, state = OPERATIONS[operation(problem)](**problem)
     assert out.shape == want_out.shape
-    assert (
-        truth.relative_error(out, want_out) < OUTPUT_ERROR[out.dtype.name] * 2
-    )  # few elements: less averaging
+    # Few elements: less averaging of their rounding, and sums that cancel, whose error is that of their terms.
+    kept = (
+        sum(np.linalg.norm(want_state[slot]) for slot in slots if slot >= 0)
+        * problem["initial_state"].shape[3] ** -0.5
+    )
+    allowed = 2 * OUTPUT_ERROR[out.dtype.name] * np.linalg.norm(want_out) + STATE_ERROR * kept
+    assert np.linalg.norm(out.astype(np.float64) - want_out) <= allowed
     assert truth.relative_error(state, want_state) < STATE_ERROR
     idle = [slot for slot in range(P) if slot not in slots]
     assert same_bits(state[idle], before[idle])

@@ -4,17 +4,22 @@
 import re
 from dataclasses import replace
 
+import numpy as np
 import pytest
 from click.testing import CliRunner
 from fake_cupy import fake_cubin, machine, on_gpu
 from mtp_problems import commit_operands, make_mtp
-from problems import make_problem
+from problems import make_problem, np_dtype
+from step_problems import make_step
 
 from kda_cupy import (
+    causal_conv1d_update,
     cubins,
+    gdn_decode_step,
     gdn_packed_decode,
     kda_commit,
     kda_decode_mtp,
+    kda_decode_step,
     kda_packed_decode,
     modules,
     nvrtc,
@@ -53,6 +58,16 @@ def same(problem):
 # The list
 
 
+def conv_problem(weights, dtype):
+    """One row of the convolution alone, packed."""
+    history = np.ones((2, 3, 512), np_dtype(dtype)).swapaxes(1, 2)
+    weight = np.ones((512, 4), np_dtype(weights))
+    indices = np.array([1], np.int32)
+    return {"x": np.ones((1, 512), np_dtype(dtype)), "weight": weight, "conv_state": history} | {
+        "conv_state_indices": indices, "activation": "silu",
+    }  # fmt: skip
+
+
 def requested(case):
     """The configurations that calls with a model's geometry ask for."""
     op = {"kda": kda_packed_decode, "gdn": gdn_packed_decode}[case.op]
@@ -63,6 +78,11 @@ def requested(case):
             for parameters in (case.dtype, "float32"):
                 types = {"a_dtype": gates, "b_dtype": gates, "gate_dtype": parameters}
                 op(**same(make_problem(case.op, **shape, **common, **types)))
+        step = {"kda": kda_decode_step, "gdn": gdn_decode_step}[case.op]
+        for onorm, weights in ((True, case.dtype), (False, "float32")):
+            options = {"onorm": onorm, "weight_dtype": weights, "lower_bound": case.lower_bound}
+            step(**same(make_step(case.op, 1, 1, case.HV // case.H, case.dtype, **options)))
+            causal_conv1d_update(**same(conv_problem(weights, case.dtype)))
         if case.op == "kda":
             for t, mode, onorm, weights in (
                 (3, "rings", True, case.dtype),
