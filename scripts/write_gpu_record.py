@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import re
 import sys
+from collections import Counter
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -21,9 +22,17 @@ PUBLISHED_OF_GPU = ("name", "compute_capability", "multiprocessors", "l2_bytes",
 
 
 def test_counts(log: str) -> dict[str, int]:
-    """Numbers in pytest's last line: ``{"passed": 777, "skipped": 3}``; empty if it did not come to that."""
+    """Numbers in the last lines of one or several runs of pytest: ``{"passed": 777, "skipped": 3}``.
+
+    ``crashed`` counts runs that ended neither well nor with failed tests, and those without a last line.
+    """
+    runs = re.findall(r"^exit code (\d+)$", log, re.MULTILINE)
     lines = re.findall(r"^(?:=+ )?(\d+ \w+(?:, \d+ \w+)*) in [\d.]+s.*$", log, re.MULTILINE)
-    return {word: int(number) for number, word in re.findall(r"(\d+) (\w+)", lines[-1])} if lines else {}
+    counts: Counter[str] = Counter()
+    for line in lines:
+        counts.update({word: int(number) for number, word in re.findall(r"(\d+) (\w+)", line)})
+    counts["crashed"] = max(len(runs) - len(lines), 0) + sum(code not in ("0", "1") for code in runs)
+    return {word: number for word, number in counts.items() if number}
 
 
 def sanitizer_summary(path: Path) -> dict[str, Any]:
@@ -69,8 +78,8 @@ def main(work: Path, folder: Path) -> int:
     clean = {tool: summary["clean"] for tool, summary in record["sanitizer"].items()}
     print(f"wrote {path}: {record['tests']}, sanitizer clean: {clean}")
     tests = record["tests"]
-    passed = (
-        tests.get("passed") and not tests.get("failed") and not tests.get("errors") and not tests.get("error")
+    passed = tests.get("passed") and not any(
+        tests.get(word) for word in ("failed", "errors", "error", "crashed")
     )
     timed = bench["complete"] and all(row["status"] == "timed" for row in bench["rows"])
     return 0 if passed and timed and all(clean.values()) and record["planted_error_found"] else 1
