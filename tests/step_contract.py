@@ -124,7 +124,8 @@ class StepContract:
 
     def run(self, problem: Problem, **options: Any) -> Result:
         """Call it on copies in the library, with a poisoned output."""
-        moved = to({**problem, **options}, self.library)
+        scalars = {name: value for name, value in options.items() if np.ndim(value) == 0}
+        moved = to({**problem, **options}, self.library) | scalars  # a 0-d array stays on the host
         moved["out"] = to_library(out_of(problem), self.library)
         assert OPERATIONS[op_of(problem)](**moved) is moved["out"]
         return self.result(moved)

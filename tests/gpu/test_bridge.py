@@ -251,7 +251,8 @@ class OnGpu(Producer):
         if keywords.keys() - self.known:
             raise TypeError(f"unexpected keywords {keywords.keys() - self.known}")
         if self.stream is not None:
-            cupy.cuda.runtime.streamWaitEvent(stream, self.stream.record().ptr)
+            event = self.stream.record()  # it has to live until the stream has been told of it
+            cupy.cuda.runtime.streamWaitEvent(stream, event.ptr)
         return super().__dlpack__(stream=stream)
 
 

@@ -155,8 +155,8 @@ def test_threads_with_streams_of_their_own(monkeypatch: pytest.MonkeyPatch) -> N
     packed_decode.check.cache_clear()  # plans remember their kernels
     modules._kernels.clear()
     compiled = []
-    compile_kernel = modules._compile
-    monkeypatch.setattr(modules, "_compile", lambda *key: compiled.append(key) or compile_kernel(*key))
+    make_kernel = modules._make
+    monkeypatch.setattr(modules, "_make", lambda *key: compiled.append(key) or make_kernel(*key))
     problem = make_problem("kda", B=8, P=9, slots=range(1, 9), K=64, V=64)
     shared = to(problem, cupy)
     cupy.cuda.Device().synchronize()
