@@ -17,6 +17,7 @@ from kda_cupy.errors import (
 )
 from kda_cupy.guard import check_errors
 from kda_cupy.launch import BoundCall, bind
+from kda_cupy.layer import CapturedStep, GdnLayer, KdaLayer
 from kda_cupy.ops.commit import kda_commit
 from kda_cupy.ops.conv_update import causal_conv1d_update
 from kda_cupy.ops.gdn_step import gdn_decode_step
@@ -31,9 +32,12 @@ __version__ = "0.1.0"
 __all__ = [
     "BoundCall",
     "BridgeError",
+    "CapturedStep",
     "CompileError",
     "DeviceError",
+    "GdnLayer",
     "KdaError",
+    "KdaLayer",
     "NoGpuError",
     "OperandError",
     "PoolExhausted",

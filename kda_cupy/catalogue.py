@@ -63,6 +63,10 @@ commit = {name: verify[name] for name in _shared} | {"accept_lens": np.array([2,
 C = 24
 conv = {"x": np.ones((B, C), np.float32), "weight": np.ones((C, 4), np.float32)}
 conv |= {"conv_state": np.zeros((5, C, 3), np.float32), "conv_state_indices": np.array([3, 1, 4])}
+
+# KdaLayer: its weights, and a pool of one layer with one head
+weights = tuple(verify[name] for name in ("w_q", "w_k", "w_v", "A_log", "dt_bias"))
+sizes = {"capacity": 2, "num_value_heads": 1, "device": "cpu"}
 """
 """What every example begins with: the operands of a call that is right."""
 
@@ -1235,6 +1239,33 @@ _COMMIT: Final = (
         after="kda_cupy.kda_commit(**commit)",
         related=("KDA-COMMIT-LAYERS", "KDA-VERIFY-ROLLBACK", "KDA-VERIFY-RINGS-INCOMPLETE"),
     ),
+    Page(
+        code="KDA-COMMIT-NO-VERIFY",
+        exception=OperandError,
+        words="There is nothing to commit: a layer commits the tokens of its last `{operand}`",
+        cure="Call the layer's verify first, or kda_cupy.kda_commit with operands of your own",
+        meaning=(
+            "A layer remembers the slots and scratch rows of its last verify, so that a commit need not be told, and "
+            "cannot be told wrongly, whose tokens are accepted."
+        ),
+        when=("The verify ran through kda_decode_mtp, or on another layer object.",),
+        solutions=("Verify and commit on one object.", "Pass everything to kda_commit."),
+        before=(
+            'sizes |= {"activation_dtype": "float32"}\n'
+            'sizes |= {"verify_rows": 1, "verify_tokens": 2}\n'
+            "layer = kda_cupy.KdaLayer(*weights, kda_cupy.StatePool(**sizes))\n"
+            "layer.commit(np.array([1]))"
+        ),
+        after=(
+            'sizes |= {"activation_dtype": "float32"}\n'
+            'sizes |= {"verify_rows": 1, "verify_tokens": 2}\n'
+            "layer = kda_cupy.KdaLayer(*weights, kda_cupy.StatePool(**sizes))\n"
+            "x = np.ones((2, D), np.float32)\n"
+            "layer.verify(x, x, x, x, x[:, :1], layer.pool.allocate(1))\n"
+            "layer.commit(np.array([1]))"
+        ),
+        related=("KDA-COMMIT-INCOMPLETE", "KDA-POOL-PARTS"),
+    ),
 )
 
 _CONV: Final = (
@@ -2004,6 +2035,29 @@ _POOL: Final = (
         before='kda_cupy.StatePool(100 / 8, HV, K, V, device="cpu")',
         after='kda_cupy.StatePool(100 // 8, HV, K, V, device="cpu")',
         related=("KDA-STATE-LAYOUT", "KDA-POOL-EXHAUSTED"),
+    ),
+    Page(
+        code="KDA-POOL-PARTS",
+        exception=OperandError,
+        words="The pool of a layer needs {rule}",
+        cure="Pass activation_dtype, for a verify also verify_rows and verify_tokens, to kda_cupy.StatePool",
+        meaning=(
+            "A layer keeps a state and a conv history for every slot, and for every request what a verify leaves for "
+            "its commit. All of it belongs to the pool, which zeroes and copies them together."
+        ),
+        when=(
+            "The pool was made for the packed decodes, which need states alone.",
+            "The pool wraps a state, and the conv history was not given.",
+            "A pool without scratch was made for plain decoding, and speculation came later.",
+        ),
+        solutions=(
+            'Say what activations are: StatePool(64, HV, activation_dtype="bfloat16", num_key_heads=H).',
+            "Wrap both: StatePool.wrap(state, conv).",
+            "Give it as many rows as requests are verified at once, and as many tokens as one of them has.",
+        ),
+        before="kda_cupy.KdaLayer(*weights, kda_cupy.StatePool(**sizes))",
+        after='sizes["activation_dtype"] = "float32"\nkda_cupy.KdaLayer(*weights, kda_cupy.StatePool(**sizes))',
+        related=("KDA-POOL-GEOMETRY", "KDA-COMMIT-NO-VERIFY"),
     ),
     Page(
         code="KDA-POOL-NOT-IN-USE",
