@@ -21,6 +21,7 @@ pytest.register_assert_rewrite(
     "mtp_problems",
     "packed_decode_contract",
     "problems",
+    "run_example",
     "sequence_model",
     "step_contract",
     "step_problems",
