@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from kda_cupy import bridge
+from kda_cupy import bridge, streams
 from kda_cupy.arrays import is_numpy
 from kda_cupy.errors import error
 from kda_cupy.gpu import require_gpu
@@ -30,7 +30,8 @@ class CapturedStep:
     ``inputs`` are arrays by the names of ``decode``'s arguments. Write new contents into them (``inputs["slots"][:] =
     ...``; all slots are 0 at first, which is padding), call the object, and find the result in ``out``, which the call
     returns as well. On a GPU the call replays a CUDA graph on CuPy's current stream and waits for nothing; whoever
-    writes on another stream orders it before. On NumPy it computes.
+    writes on another stream orders it before. The pool's own copies (a slot that is zeroed, a fork) come after the
+    replays that were queued before, and before later ones. On NumPy it computes.
     """
 
     def __init__(self, inputs: dict[str, Any], call: BoundCall, out: Any, graph: Any = None) -> None:
@@ -42,8 +43,12 @@ class CapturedStep:
         if self._graph is None:
             self._call()
         else:
-            with self.out.device:
-                self._graph.launch()
+            import cupy
+
+            with self.out.device as device:
+                stream = cupy.cuda.get_current_stream()
+                streams.before_launch(device.id, stream)
+                self._graph.launch(stream)
         return self.out
 
     def __repr__(self) -> str:

@@ -46,3 +46,23 @@ def test_a_captured_step_allocates_nothing(op: str) -> None:
         step()
     cupy.cuda.Device().synchronize()
     assert not seen and np.isfinite(step.out.get().astype(np.float32)).all()
+
+
+def test_a_slot_is_zeroed_behind_the_replays_that_use_it() -> None:
+    """A21: replays on a stream of their own, slots given back and taken again on another."""
+    engine = Engine("kda", cupy)
+    step = engine.layer.capture(B)
+    for name, value in engine.tokens(B, 0).items():
+        step.inputs[name][...] = value.reshape(step.inputs[name].shape)
+    step.inputs["slots"][:] = engine.slots
+    stream = cupy.cuda.Stream(non_blocking=True)
+    cupy.cuda.Device().synchronize()
+    used = engine.slots.get()
+    for _ in range(5):
+        with stream:
+            for _ in range(100):
+                step()
+        engine.pool.release(used)
+        assert sorted(engine.pool.allocate(B)) == sorted(used)
+        cupy.cuda.Device().synchronize()
+        assert not engine.pool.state[:, used].any() and not engine.pool.conv[:, used].any()
