@@ -195,10 +195,11 @@ class LayerContract:
         for token in range(3):
             tokens = eager.tokens(B, token)
             rows = [0, 1, 3]
-            for name, value in tokens.items():
-                step.inputs[name][rows] = value.reshape(B, *step.inputs[name].shape[1:])
             step.inputs["slots"][:] = 0
-            step.inputs["slots"][rows] = captured.slots
+            for number, row in enumerate(rows):
+                for name, value in tokens.items():
+                    step.inputs[name][row] = value[number].reshape(step.inputs[name].shape[1:])
+                step.inputs["slots"][row] = captured.slots[number]
             out = to_host(step())
             want = eager.layer.decode(**tokens, slots=eager.slots)
             assert same_bits(out[rows], want) and not out[2].any()
