@@ -297,7 +297,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, kVector ? kBlocks : 1)
                 if (rolls) roll_history(params, layer, move.scratch, n - 1, move.slot, head, channel);
             }
             if (warp < kWarps / 2) {
-                const int steep = __reduce_min_sync(kAllLanes, decay(raw, tokens, channel, chain));
+                const int steep = min_lanes(decay(raw, tokens, channel, chain));
                 if (lane == 0) shared.steep[warp] = steep;
             }
             if (threadIdx.x < tokens) chain.beta[threadIdx.x] = raw.beta;

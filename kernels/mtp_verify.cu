@@ -421,8 +421,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, kVector && sizeof(Activat
             load_state(S, params.recurrent_state + request.slot * params.state_slot_stride +
                               static_cast<long long>(request.head) * (kV * kK));
         if (gates) {
-            const int steep = __reduce_min_sync(
-                kAllLanes, decay(params, request, chunk, key, gate_bias, gate_rate, raw, chain));
+            const int steep = min_lanes(decay(params, request, chunk, key, gate_bias, gate_rate, raw, chain));
             if (threadIdx.x % 32 == 0) shared.steep[warp] = steep;
         } else if (key < chunk.tokens) {
             keep_beta(params, request, chunk.first + key, key, to_float(raw_beta), chain);

@@ -34,3 +34,10 @@ __device__ __forceinline__ float sum_lanes_each(float (&x)[kCount], int lane) {
         return sum_lanes_each<kLanes / 2>(half, lane);
     }
 }
+
+// The least of all lanes' numbers, in every lane.
+__device__ __forceinline__ int min_lanes(int x) {
+    int least;
+    asm volatile("redux.sync.min.s32 %0, %1, %2;" : "=r"(least) : "r"(x), "r"(kAllLanes));
+    return least;
+}

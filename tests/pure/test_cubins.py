@@ -16,7 +16,7 @@ from kda_cupy.config import CommitConfig, PackedDecodeConfig
 CONFIG = PackedDecodeConfig(
     True, False, 128, 128, "bfloat16", "bfloat16", "bfloat16", "float32", "float32", True, 160
 )
-OTHER = CommitConfig(8, "bfloat16", 1000)
+OTHER = CommitConfig("bfloat16", True, 1000)
 CODE = fake_cubin("packed")
 
 
@@ -84,7 +84,9 @@ def test_kernels_of_other_compiler_options_are_not_found(place, monkeypatch):
 
 
 def test_kernels_of_one_source_are_told_apart(place):
-    configs = [CommitConfig(tokens, dtype, 8) for tokens in (8, 16) for dtype in ("bfloat16", "float32")]
+    configs = [
+        CommitConfig(dtype, vector, 8) for vector in (True, False) for dtype in ("bfloat16", "float32")
+    ]
     for config in configs:
         cubins.store(config, "sm_90", fake_cubin(config.variant), place)
     for config in configs:
