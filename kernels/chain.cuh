@@ -21,8 +21,8 @@
 // A product leaves p and r of token g in the lane, for rows 2 q and 2 q + 1 of each eight: the eight lanes of a row solve
 // its triangle by shuffles alone.
 //
-// What counts here is instructions: for a state that streams at 1.8 times its bare reading, a head has 5,800 issue cycles
-// of an SM of an H200, and eight warps of 1,500 instructions take 3,000 of them.
+// A block is eight warps of some 1,500 instructions: 3,000 issue cycles of an SM of an H200, for a head whose bytes take
+// 5,000 (100 KiB at eight tokens, conv windows included).
 
 #pragma once
 

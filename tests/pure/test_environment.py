@@ -785,7 +785,7 @@ def test_kernels_compiled_ahead_are_counted(tmp_path, monkeypatch):
     assert not probe_compiled_ahead().named
     monkeypatch.setenv("KDA_CUPY_CUBINS", str(tmp_path / "kernels"))
     assert probe_compiled_ahead() == CompiledAhead(str(tmp_path / "kernels"), True, False, {}, 0, {})
-    configs = [CommitConfig(8, dtype, 1000) for dtype in ("bfloat16", "float16", "float32")]
+    configs = [CommitConfig(dtype, True, 1000) for dtype in ("bfloat16", "float16", "float32")]
     monkeypatch.setattr("kda_cupy.warmup.compile_ahead", lambda config, arch: fake_cubin(config.variant))
     fill(tmp_path / "kernels", [(config, arch) for config in configs for arch in ("sm_80", "sm_90")])
     (tmp_path / "kernels" / "README").write_text("none of ours")
