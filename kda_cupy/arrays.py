@@ -6,6 +6,7 @@ NumPy and CuPy arrays have the same attributes, so every check runs, and is test
 
 from __future__ import annotations
 
+import sys
 from functools import lru_cache
 from typing import Any, Final, NamedTuple
 
@@ -108,6 +109,18 @@ def is_cupy(array: object) -> bool:
     """True for a CuPy array. Does not import CuPy: without it nobody can have made one."""
     kind = type(array)
     return kind.__name__ == "ndarray" and kind.__module__.partition(".")[0] == "cupy"
+
+
+def slide(inputs: Any, taps: int = 3) -> Any:
+    """Windows over raw inputs: [..., steps + taps - 1, C] seen as [..., steps, C, taps], a NumPy or CuPy view.
+
+    Window j holds the inputs j to j + taps - 1, each in the one place it has in ``inputs``.
+    """
+    library = np if is_numpy(inputs) else sys.modules["cupy"]
+    *front, steps, channels = inputs.shape
+    *ahead, step, channel = inputs.strides
+    shape, strides = (*front, steps - taps + 1, channels, taps), (*ahead, step, channel, step)
+    return library.lib.stride_tricks.as_strided(inputs, shape, strides)
 
 
 def describe(array: Any) -> tuple[ArrayInfo, int]:

@@ -42,7 +42,7 @@ class Case:
     """None: the softplus gate."""
     B: int = 1
     operation: str = "decode"
-    """``"decode"``, ``"verify"``, ``"commit"`` or ``"round"``, which is a verify and a commit."""
+    """``"decode"``; ``"step"`` or, unfused, ``"chain"``; ``"verify"``, ``"commit"`` or, both of these, ``"round"``."""
     t: int = 1
     """Tokens of a request."""
     mode: str = ""
@@ -71,10 +71,10 @@ class Case:
             return f"head dim {self.K}: wanted a multiple of 4 up to {MAX_K}"
         if self.operation == "decode":
             return ""
-        if (self.op, self.K, self.V) != ("kda", DIM, DIM):
-            return (
-                f"{self.operation} is there for kda with K = V = {DIM}; got {self.op}, K={self.K}, V={self.V}"
-            )
+        steps = self.operation in ("step", "chain")
+        if self.op not in (RULES if steps else RULES[:1]) or (self.K, self.V) != (DIM, DIM):
+            rules = " and ".join(RULES if steps else RULES[:1])
+            return f"{self.operation} is there for {rules} with K = V = {DIM}; got {self.op}, K={self.K}, V={self.V}"
         if not 1 <= self.t <= MAX_TOKENS:
             return f"{self.t} tokens a request; wanted 1 to {MAX_TOKENS}"
         if not 0 <= self.accept <= self.t:
@@ -90,7 +90,7 @@ class Case:
         return replace(self, H=H, HV=H * group)
 
     def __str__(self) -> str:
-        mtp = f" t={self.t} {self.mode}" if self.operation != "decode" else ""
+        mtp = f" t={self.t} {self.mode}" if self.mode else ""
         return f"{self.op} {self.operation} H={self.H} HV={self.HV}{mtp} B={self.B}"
 
 

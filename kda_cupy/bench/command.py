@@ -76,6 +76,52 @@ def decode(
 
 @bench.command(
     epilog=examples(
+        "kda-cupy bench step --preset kimi-k3-tp8 --preset qwen3-next",
+        "kda-cupy bench step --no-norm --batch 1,8,64 --json step.json",
+    )
+)
+@options.preset(list(cases.PRESETS))
+@options.HEADS
+@click.option("--op", type=click.Choice(cases.RULES), help="[default: as the preset, or kda]")
+@options.KIND
+@click.option("--norm/--no-norm", default=True, show_default=True, help="With the fused output norm.")
+@click.option(
+    "--batch",
+    "batches",
+    metavar="B,B,...",
+    type=options.BATCHES,
+    help="Rows. [default: 1,8,32,64,256; NumPy: 1,2,4,8]",
+)
+@options.RUN
+def step(
+    *,
+    presets: tuple[str, ...],
+    heads: int | None,
+    value_heads: int | None,
+    op: str | None,
+    gate: str | None,
+    dtype: str,
+    norm: bool,
+    batches: tuple[int, ...] | None,
+    **run: Any,
+) -> None:
+    """Time the whole decode step, and the chain that it replaces.
+
+    The step is convolution, gates, norms, update and output norm in one launch; the chain is causal_conv1d_update
+    and the packed decode one after the other, without an output norm.
+    """
+    changes: dict[str, Any] = {"dtype": dtype, "operation": "step", "norm": norm} | (
+        {} if op is None else {"op": op}
+    )
+    shapes = _shapes(presets, heads, value_heads, gate, changes)
+    with Run(**run) as measured:
+        shapes = measured.scaled(shapes, keep=heads is not None)
+        batches = batches or (cases.SMALL_BATCHES if measured.on_numpy else cases.BATCHES)
+        measured.measure([replace(shape, B=B) for shape in shapes for B in batches])
+
+
+@bench.command(
+    epilog=examples(
         "kda-cupy bench verify --preset kimi-k3-tp8 --tokens 1,2,4,8,16 --plot t.png",
         "kda-cupy bench verify --mode rings --mode snapshots --norm --batch 64",
     )

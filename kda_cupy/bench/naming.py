@@ -15,6 +15,14 @@ FIELDS: Final = {
 }  # fmt: skip
 
 
+WORK: Final = {
+    "decode": "packed decode",
+    "step": "whole decode step",
+    "chain": "step unfused (convolution, then packed decode)",
+}
+"""Operations that are called something longer in a title."""
+
+
 def grouped(rows: Iterable[Row], key: Callable[[Row], Any]) -> dict[Any, list[Row]]:
     """Rows that belong together, in the order in which each group appears first."""
     groups: dict[Any, list[Row]] = {}
@@ -25,7 +33,7 @@ def grouped(rows: Iterable[Row], key: Callable[[Row], Any]) -> dict[Any, list[Ro
 
 def title_of(row: Row) -> str:
     """Operation and geometry: what the rows of one full table have in common."""
-    work = "packed decode" if row.operation == "decode" else row.operation
+    work = WORK.get(row.operation, row.operation)
     mode = f" with {row.mode}" if row.mode else ""
     dims = "" if row.mode else f"K={row.K}, V={row.V}, "
     norm = ", output norm" if row.norm else ""

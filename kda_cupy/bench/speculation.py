@@ -10,7 +10,7 @@ from typing import Any, Final, NamedTuple
 
 import numpy as np
 
-from kda_cupy.arrays import describe
+from kda_cupy.arrays import describe, slide
 from kda_cupy.bench.cases import Case, random_array, random_rows, random_state
 from kda_cupy.bench.judge import SENTINEL, Verdict, choose_rows, padding_complaint, verdict
 from kda_cupy.bench.settle import settle
@@ -120,14 +120,15 @@ class Speculation:
         self._case, self._memory, self._state, self._rotation, self._rng = case, memory, state, rotation, rng
         inputs = self._inputs = make_inputs(case, case.B + 1, rng)
         kind, P, t, C = inputs.projection.dtype, len(state), case.t, sum(channels_of(case))
-        step_bytes = 3 * C * kind.itemsize + (case.slot_bytes if case.mode == "snapshots" else 0)
+        step_bytes = C * kind.itemsize + (case.slot_bytes if case.mode == "snapshots" else 0)
         self._scratch_groups = rotation.scratch_groups(case.B * t * step_bytes)
         rows = self._scratch_groups * case.B + 1
         # Channels are neighbours, as engines keep them: [.., 3, C], and the operations see [.., C, 3].
         self._history = memory.zeros((P, 3, C), kind)
         self._history[:] = memory.place(random_array(rng, (3, C)).astype(kind))
         self._scratch: dict[str, Any] = self._by_part(HISTORIES, self._history)
-        self._scratch |= self._by_part(WINDOWS, memory.zeros((rows, t, 3, C), kind))
+        windows = slide(memory.zeros((rows, t + 2, C), kind))  # each raw input once, as StatePool keeps them
+        self._scratch |= dict(zip(WINDOWS, split(windows, channels_of(case), axis=2), strict=True))
         if case.mode == "snapshots":
             self._scratch["intermediate_ssm"] = memory.zeros((rows, t, *state.shape[1:]), np.float32)
         else:

@@ -7,11 +7,10 @@ from dataclasses import replace
 from typing import Final
 
 from kda_cupy.bench.cases import PRESETS, Case
-from kda_cupy.bench.timing import WORKLOADS
 
 PRESETS_OF_SUITE: Final = ("kimi-k3-tp8", "kimi-linear-48b", "qwen3-next")
 GROUPS: Final = ("decode", "step", "verify", "round")
-"""What can be asked for; a round brings its verify and its commit along."""
+"""What can be asked for; a step brings its unfused chain along, a round its verify and its commit."""
 DECODE_BATCHES: Final = (1, 2, 3, 4, 8, 32, 64, 256)
 """The small ones show a cliff between ways of launching, if there is one."""
 BATCHES: Final = (1, 8, 64, 256)
@@ -38,10 +37,11 @@ def suite_cases(
     shapes = [PRESETS[name].small() if small else PRESETS[name] for name in dict.fromkeys(presets)]
     chained = [shape for shape in shapes if not replace(shape, operation="round").problem]
     found: list[Case] = []
-    for operation in ("decode", "step"):
-        if operation in groups and operation in WORKLOADS:
-            alike = shapes if operation == "decode" else chained
-            found += [replace(shape, operation=operation, B=B) for shape in alike for B in decode_batches]
+    if "decode" in groups:
+        found += [replace(shape, B=B) for shape in shapes for B in decode_batches]
+    if "step" in groups:
+        whole = [replace(shape, operation="step", norm=True) for shape in shapes]
+        found += [replace(shape, B=B) for shape in whole if not shape.problem for B in batches]
     if "round" in groups:
         rounds = ROUNDS[1:] if quick or small else ROUNDS
         found += [

@@ -21,12 +21,18 @@ from kda_cupy.bench.cases import Case, random_state
 from kda_cupy.bench.decode import PackedDecode
 from kda_cupy.bench.record import Protocol, Row, make_row, summarize
 from kda_cupy.bench.speculation import Speculation
+from kda_cupy.bench.step import WholeStep
 from kda_cupy.bench.workload import Call, Make, Memory, Part, Rotation
 from kda_cupy.gpu import require_gpu
 from kda_cupy.guard import check_errors
 from kda_cupy.pool import StatePool
 
-WORKLOADS: Final[dict[str, Make]] = {"decode": PackedDecode, "verify": Speculation, "round": Speculation}
+WORKLOADS: Final[dict[str, Make]] = {
+    "decode": PackedDecode,
+    "step": WholeStep,
+    "verify": Speculation,
+    "round": Speculation,
+}
 """By the operation of a case."""
 POOL_BYTES: Final = 3 << 30
 REUSE_BYTES: Final = 250_000_000

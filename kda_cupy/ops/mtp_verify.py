@@ -136,22 +136,25 @@ class Plan:
 def bytes_moved(N: int, T: int, H: int, HV: int, infos: Operands) -> int:
     """Bytes that N live requests with T tokens must move through memory, each operand once.
 
-    ``N * (HV*V*K * 4  +  3 * C * act)  +  T * (C * act  +  HV*K * g  +  HV * beta  +  3 * C * act  +  HV*V * act
-    +  S)``  with ``C = (2*H + HV) * 128`` channels, and S a token's snapshot (HV*V*K * 4) or its part of the rings
+    ``N * (HV*V*K * 4  +  3 * C * act)  +  T * (C * act  +  HV*K * g  +  HV * beta  +  HV*V * act  +  S)  +
+    windows``  with ``C = (2*H + HV) * 128`` channels, and S a token's snapshot (HV*V*K * 4) or its part of the rings
     ((HV + H) * 128 * act + HV*K * 4 + HV * 4).
 
+    Windows are ``T * 3 * C * act``, or ``(T + 2*N) * C * act`` if they slide over raw inputs.
     State, history, projections, gates, windows and output; with an output norm its gate (HV*V * act a token) too.
     Weights, which the requests share, and index vectors are not counted.
     """
     act, channels, state = infos.x_q.dtype.itemsize, (2 * H + HV) * DIM, HV * DIM * DIM * 4
-    token = 4 * channels * act + HV * DIM * (infos.g.dtype.itemsize + act) + HV * infos.beta.dtype.itemsize
+    slides = sliding(infos.intermediate_conv_q).rank == 3
+    windows = T + 2 * N if slides else 3 * T
+    token = channels * act + HV * DIM * (infos.g.dtype.itemsize + act) + HV * infos.beta.dtype.itemsize
     if infos.intermediate_ssm is not None:
         token += state
     else:
         token += (HV + H) * DIM * act + HV * DIM * 4 + HV * 4
     if infos.onorm_gate is not None:
         token += HV * DIM * act
-    return int(N * (state + 3 * channels * act) + T * token)
+    return int(N * (state + 3 * channels * act) + T * token + windows * channels * act)
 
 
 @lru_cache(maxsize=1024)

@@ -111,10 +111,9 @@ class Geometry:
         if not self.verify_tokens or self.activation is None:
             return ()
         ahead = (self.layers, self.verify_rows, self.verify_tokens)
-        axes = "layers, rows, step, channels of q, k and v, raw inputs from the oldest"
-        windows = Part(
-            "intermediate_conv", (*ahead, self.channels, TAPS), self.activation, axes, channels_last=True
-        )
+        axes = "layers, rows, raw inputs from the oldest (windows slide over them), channels of q, k and v"
+        inputs = (*ahead[:2], self.verify_tokens + TAPS - 1, self.channels)
+        windows = Part("intermediate_conv", inputs, self.activation, axes)
         axes = "layers, rows, step, HV, V, K"
         states = Part("intermediate_ssm", (*ahead, self.HV, self.V, self.K), FLOAT32, axes)
         return (windows, states) if self.snapshots else (windows,)

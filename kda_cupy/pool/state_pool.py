@@ -12,7 +12,7 @@ from typing import Any, Self, overload
 import numpy as np
 
 from kda_cupy import bridge
-from kda_cupy.arrays import HOST, describe
+from kda_cupy.arrays import HOST, describe, slide
 from kda_cupy.checks import check_dtype, shape_text
 from kda_cupy.dtypes import FLOATS
 from kda_cupy.errors import error
@@ -215,10 +215,11 @@ class StatePool:
 
         With ``layer``, what kda_decode_mtp takes; without, what kda_commit takes, all layers together:
         ``recurrent_state``, and where the pool has them ``cs_q``, ``cs_k``, ``cs_v``, ``intermediate_conv_q``,
-        ``_k``, ``_v``, and the four ``replayssm_*`` rings or ``intermediate_ssm``.
+        ``_k``, ``_v`` (windows that slide over raw inputs), and the four ``replayssm_*`` rings or ``intermediate_ssm``.
         """
         arrays = {"recurrent_state": self.state, **self._scratch}
-        windows = arrays.pop("intermediate_conv", None)
+        inputs = arrays.pop("intermediate_conv", None)
+        windows = None if inputs is None else slide(inputs)
         for prefix, array in (("cs", self.conv), ("intermediate_conv", windows)):
             if array is not None:
                 arrays |= {f"{prefix}_{letter}": part for letter, part in self._split_channels(array)}

@@ -1,16 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
 """The benchmark on a GPU: the yardsticks move what they say they move, and small runs go from end to end."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from click.testing import CliRunner
 from problems import make_state, same_bits, to_library
 
 from kda_cupy import sources
-from kda_cupy.bench import command
+from kda_cupy.bench import cases, command
 from kda_cupy.bench.judge import CHAINED_BOUND, OUT_BOUNDS, STATE_BOUND
 from kda_cupy.bench.record import Record
-from kda_cupy.bench.timing import MIN_LAUNCHES, REUSE_BYTES
+from kda_cupy.bench.timing import MIN_LAUNCHES, MIN_REPEATS, REUSE_BYTES, GpuTimer
 from kda_cupy.bench.yardstick import NARROW, WIDE, read, read_and_copy, read_write
 
 P = 9
@@ -201,3 +203,13 @@ def test_the_suite_from_end_to_end(tmp_path):
     assert "decode, us and ratio: kda H=12 bfloat16 bounded gate" in done.stdout
     same = CliRunner().invoke(command.bench, ["compare", str(path), str(path)], catch_exceptions=False)
     assert (same.exit_code, "2 same" in same.stdout) == (0, True)
+
+
+@pytest.mark.parametrize("preset", ["kimi-k3-tp8", "qwen3-next"])
+def test_whole_steps_are_timed_beside_their_chain(preset):
+    timer = GpuTimer(0, warm=False, repeats=MIN_REPEATS)
+    case = replace(cases.PRESETS[preset], operation="step", B=8, norm=True)
+    fused, chain = timer.measure(case, lambda stage: None)
+    assert [row.operation for row in (fused, chain)] == ["step", "chain"]
+    assert all(row.status == "timed" and row.median_us > row.yardstick_us * 0.9 for row in (fused, chain))
+    assert fused.registers > 0

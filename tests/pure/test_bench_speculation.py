@@ -169,10 +169,11 @@ def test_bytes_follow_the_formulas():
     token_in = C * 2 + 2 * 128 * 2 + 2 * 2  # projection, gate, beta
     ring = (2 + 1) * 128 * 2 + 2 * 128 * 4 + 2 * 4
     verify, commit, _ = workload(ROUND).parts()
-    assert verify.bytes_moved == 4 * (state + 3 * C * 2) + 12 * (token_in + 3 * C * 2 + 2 * 128 * 2 + ring)
+    windows = (12 + 4 * 2) * C * 2  # they slide: each raw input once
+    assert verify.bytes_moved == 4 * (state + 3 * C * 2) + windows + 12 * (token_in + 2 * 128 * 2 + ring)
     assert commit.bytes_moved == 4 * (2 * state + 2 * ring + 6 * C * 2)  # two tokens are kept
     verify, commit, _ = workload(replace(ROUND, mode="snapshots")).parts()
-    assert verify.bytes_moved == 4 * (state + 3 * C * 2) + 12 * (token_in + 3 * C * 2 + 2 * 128 * 2 + state)
+    assert verify.bytes_moved == 4 * (state + 3 * C * 2) + windows + 12 * (token_in + 2 * 128 * 2 + state)
     assert commit.bytes_moved == 4 * (2 * state + 6 * C * 2)
 
 
@@ -180,7 +181,7 @@ def test_bytes_follow_the_formulas():
 def test_launches_walk_over_slots_and_scratch(mode):
     """Every group has its own slots; scratch rows come back as late as the bytes they take ask for."""
     case = replace(ROUND, mode=mode, B=2)
-    written = 2 * 3 * (3 * 512 * 2 + (2 * 65536 if mode == "snapshots" else 0))
+    written = 2 * 3 * (512 * 2 + (2 * 65536 if mode == "snapshots" else 0))
     made = workload(case, Rotation(6, 24, reuse_bytes=3 * written), slots=20)
     indices = made._indices
     slots = np.concatenate([each for each, _ in indices])

@@ -130,7 +130,7 @@ def test_suite_on_numpy(tmp_path):
     )
     assert result.exit_code == 0, result.output
     record = Record.from_json(path.read_text())
-    assert {row.operation for row in record.rows} == {"decode", "verify", "commit", "round"}
+    assert {row.operation for row in record.rows} == {"decode", "step", "chain", "verify", "commit", "round"}
     assert record.kernel_digests == {name: sources.digest(name) for name in sources.kernel_names()}
     assert f"wrote {path}" in result.stderr
     assert "decode, us: kda H=4 bfloat16 bounded gate" in result.stdout

@@ -164,9 +164,18 @@ def test_verify_scratch_is_there_when_it_is_asked_for(snapshots):
     states = {"intermediate_ssm": (2, 5, 4, 2, 3, 8)}
     assert shapes.items() >= (states if snapshots else rings).items()
     assert not shapes.keys() & (rings if snapshots else states).keys()
-    assert pool.nbytes == pool.state.nbytes + pool.conv.nbytes + sum(
-        array.nbytes for name, array in pool.operands().items() if name.startswith(("inter", "replay"))
+    inputs = 2 * 5 * (4 + 2) * 22 * 2  # windows slide over them
+    assert pool.nbytes == pool.state.nbytes + pool.conv.nbytes + inputs + sum(
+        array.nbytes
+        for name, array in pool.operands().items()
+        if name.startswith(("intermediate_ssm", "replay"))
     )
+    windows = pool.operands(1)["intermediate_conv_k"]
+    windows[2, 1, :, 2] = 7
+    assert (windows[2, 2, :, 1] == 7).all()
+    assert (windows[2, 3, :, 0] == 7).all()
+    assert np.count_nonzero(pool.operands()["intermediate_conv_k"]) == 3 * 8
+    assert np.count_nonzero(pool.operands()["intermediate_conv_v"]) == 0
     ring_bytes = 2 * (2 * 4 * 3 * 2 + 1 * 4 * 8 * 2 + 2 * 4 * 8 * 4 + 2 * 4 * 4)
     slot = 2 * (2 * 3 * 8 * 4 + 22 * 3 * 2)
     assert pool.bytes_per_slot == slot + (0 if snapshots else ring_bytes)

@@ -1,0 +1,112 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The whole step in the benchmark, without a GPU: operands, judgement, bytes, rows, the command."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from click.testing import CliRunner
+
+from kda_cupy.bench import cases, judge, step, suite
+from kda_cupy.bench.cases import Case
+from kda_cupy.bench.workload import Memory, Rotation
+from kda_cupy.cli import main
+
+KDA = Case("kda", H=1, HV=2, B=4, operation="step", norm=True)
+GDN = replace(KDA, op="gdn")
+
+
+def workload(case, rotation=None, slots=9):
+    rng = np.random.default_rng(0)
+    state = cases.random_state(case, slots, rng)
+    memory = Memory(np.asarray, np.array, np.zeros)
+    return step.WholeStep(case, memory, state, rotation or Rotation(1, 1, 0), rng)
+
+
+@pytest.mark.parametrize("norm", [True, False])
+@pytest.mark.parametrize("dtype", list(judge.OUT_BOUNDS))
+@pytest.mark.parametrize("case", [KDA, GDN, replace(KDA, lower_bound=-5.0)], ids=str)
+def test_right_answers_pass(case, dtype, norm):
+    found = workload(replace(case, dtype=dtype, norm=norm)).judge()
+    assert found.complaint == ""
+    assert 0 < found.error_state < judge.STATE_BOUND
+    assert 0 < found.error_out < judge.OUT_BOUNDS[dtype]
+
+
+def louder(**operands):
+    step.kda_decode_step(**operands)
+    operands["out"][:] *= np.float32(1.01).astype(operands["out"].dtype)
+
+
+def history_left_alone(**operands):
+    kept = operands["cs_v"].copy()
+    step.kda_decode_step(**operands)
+    operands["cs_v"][:] = kept
+
+
+def every_row_written(**operands):
+    step.kda_decode_step(**operands)
+    operands["out"][operands["out"] == 0] = 1
+
+
+@pytest.mark.parametrize(
+    "fused, complaint",
+    [
+        (louder, "error of out is 0.0"),
+        (history_left_alone, "wrong conv history"),
+        (every_row_written, "the output of a padding row is not zero"),
+    ],
+)
+def test_wrong_answers_do_not(fused, complaint, monkeypatch):
+    monkeypatch.setitem(step.FUSED, "kda", fused)
+    assert complaint in workload(KDA).judge().complaint
+
+
+def test_a_chain_that_disagrees_is_seen(monkeypatch):
+    def decode(*operands, **options):
+        step.kda_packed_decode(*operands, **options)
+        operands[5][:] *= np.float32(1 + 1e-6)
+
+    monkeypatch.setitem(step.PACKED, "kda", decode)
+    assert workload(KDA).judge().complaint == "the unfused chain leaves another state"
+
+
+@pytest.mark.parametrize("case", [KDA, GDN], ids=str)
+def test_a_step_is_two_rows(case):
+    """The chain calls two operations a group of slots, on the same slots as the step."""
+    made = workload(case, Rotation(2, 4, 0))
+    fused, chain = made.parts()
+    assert [part.case.operation for part in (fused, chain)] == ["step", "chain"]
+    assert not chain.case.norm
+    assert (len(fused.calls), len(chain.calls)) == (2, 4)
+    assert chain.bytes_moved == chain.calls[0].bytes_moved + chain.calls[1].bytes_moved
+    state = 2 * 128 * 128 * 4
+    assert fused.bytes_moved > 4 * 2 * state
+    before = made._state.copy()
+    fused.bound()
+    changed = [slot for slot in range(len(before)) if not np.array_equal(before[slot], made._state[slot])]
+    assert len(changed) == case.B
+    made._state[:] = before
+    chain.bound()
+    assert changed == [
+        slot for slot in range(len(before)) if not np.array_equal(before[slot], made._state[slot])
+    ]
+    fused.eager()
+    chain.eager()
+
+
+def test_the_suite_has_steps_of_both_rules():
+    found = suite.suite_cases(groups=("step",))
+    assert {case.op for case in found} == {"kda", "gdn"}
+    assert all(case.norm and case.operation == "step" and not case.problem for case in found)
+    assert (
+        replace(KDA, K=64).problem == "step is there for kda and gdn with K = V = 128; got kda, K=64, V=128"
+    )
+
+
+def test_command_on_numpy():
+    arguments = ["bench", "step", "--backend", "numpy", "--preset", "qwen3-next", "--batch", "1,2"]
+    done = CliRunner().invoke(main, arguments)
+    assert done.exit_code == 0, done.output
+    assert "gdn whole decode step: H=2, HV=4" in done.output
+    assert "gdn step unfused (convolution, then packed decode)" in done.output
