@@ -16,7 +16,7 @@ START, END = (
     "<!-- {}: written from benchmarks/results by scripts/write_readme_table.py -->",
     "<!-- end of {} -->",
 )
-TABLES = {"table": ("decode",), "second table": ("verify", "commit", "round")}
+TABLES = {"table": ("decode", "step", "chain"), "second table": ("verify", "commit", "round")}
 """What stands between the markers of each name."""
 
 
@@ -37,8 +37,10 @@ def operation_of(row: dict[str, Any]) -> str:
 def name_of(row: dict[str, Any]) -> str:
     """What a line of a table is about."""
     heads = f"H={row['H']}" + (f", HV={row['HV']}" if row["HV"] != row["H"] else "")
-    if operation_of(row) == "decode":
-        return f"{row['op'].upper()} {heads}, K=V={row['K']}"
+    one_token = {"decode": "packed decode", "step": "whole step", "chain": "convolution, then packed decode"}
+    if operation_of(row) in one_token:
+        norm = ", output norm" if row.get("norm") else ""
+        return f"{row['op'].upper()} {heads}, {one_token[operation_of(row)]}{norm}"
     kept = f" keeping {row['accept']}" if row["accept"] else ""
     return f"{operation_of(row)} t={row['t']}{kept}, {row['mode']}, {heads}"
 
