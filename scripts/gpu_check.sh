@@ -16,33 +16,33 @@ work=${WORK:-$(mktemp -d)}
 mkdir -p "$work"
 export PYTHONPATH=.${PYTHONPATH:+:$PYTHONPATH} KDA_CUPY_REQUIRE_GPU=1
 
-echo "== tests"
-# The float64 references take longer than the kernels, so the tests are dealt out to several processes.
+# The float64 references take longer than the kernels, so the tests are dealt out to several processes; the sanitizers run
+# beside them.
 "$python" -m pytest tests/gpu --collect-only -q -p no:cacheprovider 2> /dev/null | grep '::' > "$work/all"
 split -n "r/${JOBS:-10}" "$work/all" "$work/part."
 run_part() {
     "$python" -m pytest "@$1" -q -p no:cacheprovider > "$1.log" 2>&1
     echo "exit code $?" >> "$1.log"
 }
-for part in "$work"/part.*; do
-    run_part "$part" &
-done
-wait
-cat "$work"/part.*.log > "$work/tests.log"
-grep -E "^(FAILED|ERROR)|(passed|failed|error).* in |exit code [^0]" "$work/tests.log"
-
 # Every array its own allocation, or a stray access would land in CuPy's memory pool and go unseen.
 chosen="agrees_with and (kda or gdn) and (softplus or bounded or K100 or K256 or K512 or K64-V24)"
 chosen="sanitizer_selection or test_packed_decode and ($chosen or odd-row or views_have or padding_rows or past_the_pool)"
 files=(tests/gpu/test_packed_decode.py tests/gpu/test_mtp.py tests/gpu/test_step.py tests/gpu/test_conv.py)
 sanitize() {
-    KDA_CUPY_TEST_WITHOUT_POOL=1 compute-sanitizer --tool "$1" --error-exitcode 9 \
+    KDA_CUPY_TEST_WITHOUT_POOL=1 timeout "${SANITIZER_LIMIT:-1800}" \
+        compute-sanitizer --tool "$1" --error-exitcode 9 \
         "$python" -m pytest "${files[@]}" -q -p no:cacheprovider -k "$chosen" > "$work/$1.log" 2>&1
     echo "exit code $?" >> "$work/$1.log"
 }
 sanitize memcheck &
 sanitize racecheck &
+for part in "$work"/part.*; do
+    run_part "$part" &
+done
 wait
+echo "== tests"
+cat "$work"/part.*.log > "$work/tests.log"
+grep -E "^(FAILED|ERROR)|(passed|failed|error).* in |exit code [^0]" "$work/tests.log"
 for tool in memcheck racecheck; do
     echo "== compute-sanitizer $tool"
     grep -E "passed|failed|SUMMARY|exit code" "$work/$tool.log"
