@@ -17,9 +17,12 @@ mkdir -p "$work"
 export PYTHONPATH=.${PYTHONPATH:+:$PYTHONPATH} KDA_CUPY_REQUIRE_GPU=1
 
 # The float64 references take longer than the kernels, so the tests are dealt out to several processes; the sanitizers run
-# beside them.
+# beside them. Tests that time something, or hold a stream up to see who waits, come afterwards and have the GPU alone.
 "$python" -m pytest tests/gpu --collect-only -q -p no:cacheprovider 2> /dev/null | grep '::' > "$work/all"
-split -n "r/${JOBS:-10}" "$work/all" "$work/part."
+alone='test_(bench|bench_host|bridge|pool_streams)\.py'
+grep -vE "$alone" "$work/all" > "$work/together"
+grep -E "$alone" "$work/all" > "$work/part.alone"
+split -n "r/${JOBS:-10}" "$work/together" "$work/part.with."
 run_part() {
     "$python" -m pytest "@$1" -q -p no:cacheprovider > "$1.log" 2>&1
     echo "exit code $?" >> "$1.log"
@@ -36,10 +39,11 @@ sanitize() {
 }
 sanitize memcheck &
 sanitize racecheck &
-for part in "$work"/part.*; do
+for part in "$work"/part.with.*; do
     run_part "$part" &
 done
 wait
+run_part "$work/part.alone"
 echo "== tests"
 cat "$work"/part.*.log > "$work/tests.log"
 grep -E "^(FAILED|ERROR)|(passed|failed|error).* in |exit code [^0]" "$work/tests.log"
