@@ -152,7 +152,7 @@ def _commit(layer: _Layer, accept_lens: Any) -> None:
 class KdaLayer(_Layer):
     """One layer of Kimi Delta Attention on one layer of a pool, K = V = 128.
 
-    >>> pool = StatePool(8, num_value_heads=4, layers=2, activation_dtype="bfloat16")
+    >>> pool = StatePool(8, num_value_heads=4, layers=2, activation_dtype="bfloat16", device="cpu")
     >>> layer = KdaLayer(w_q, w_k, w_v, A_log, dt_bias, pool, layer=1, lower_bound=-5.0)
     >>> out = layer.decode(q, k, v, g, beta, slots)
 

@@ -16,6 +16,7 @@ settings.register_profile("long", max_examples=3_000, stateful_step_count=50)
 # Shared test code whose asserts should show their values too; it has to be named before it is imported.
 pytest.register_assert_rewrite(
     "conv_contract",
+    "doc_blocks",
     "layer_contract",
     "mtp_contract",
     "mtp_problems",
