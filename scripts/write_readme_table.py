@@ -8,13 +8,16 @@ from __future__ import annotations
 
 import json
 import runpy
+import sys
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from kda_cupy.bench.render import three_digits
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
 
-ROOT = Path(__file__).parents[1]
+from kda_cupy.bench.render import three_digits  # noqa: E402
+
 BATCHES = (1, 8, 64, 256)
 START, END = (
     "<!-- {}: written from benchmarks/results by scripts/write_readme_table.py -->",
