@@ -81,7 +81,10 @@ def _panel(
         if first:
             yield f'<text x="{x0 - 8}" y="{y(tick) + 4:.1f}" text-anchor="end">{tick:g} us</text>'
         tick *= 10
-    for field, color, dashes in (("yardstick_us", ORANGE, ' stroke-dasharray="6 4"'), ("median_us", BLUE, "")):
+    for field, color, dashes in (
+        ("yardstick_us", ORANGE, ' stroke-dasharray="6 4"'),
+        ("median_us", BLUE, ""),
+    ):
         points = " ".join(f"{x(B):.1f},{y(rows[B][field]):.1f}" for B in batches if rows[B][field])
         yield f'<polyline points="{points}" fill="none" stroke="{color}" stroke-width="2.5"{dashes}/>'
     for B in batches:
@@ -91,7 +94,7 @@ def _panel(
         yield f'<circle cx="{x(B):.1f}" cy="{here:.1f}" r="3" fill="{BLUE}"/>'
         if B in BATCHES:
             time, ratio = cell_texts(rows[B])
-            above = here - 24 if B != batches[0] else here - 26
+            above = here - (26 if batches[0] == B else 24)
             yield f'<text x="{x(B):.1f}" y="{above:.1f}" text-anchor="middle" font-size="11">{time}</text>'
             yield (
                 f'<text x="{x(B):.1f}" y="{above + 12:.1f}" text-anchor="middle" font-size="10" '

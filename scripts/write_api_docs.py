@@ -45,8 +45,8 @@ INTRODUCTION = """\
 
 <!-- Written by scripts/write_api_docs.py from the docstrings: change those, and run the script. -->
 
-Everything that `import kda_cupy` offers. `help(kda_cupy.kda_packed_decode)` shows the same text in a terminal. Letters are
-those of [the contract](contract.md#letters).
+Everything that `import kda_cupy` offers. `help(kda_cupy.kda_packed_decode)` shows the same text in a terminal.
+Letters are those of [the contract](contract.md#letters).
 """
 RULE = re.compile(r"=+(?: +=+)+$")
 
@@ -56,7 +56,9 @@ def page() -> str:
     listed = [name for names in SECTIONS.values() for name in names]
     missing = set(kda_cupy.__all__).symmetric_difference(listed)
     if missing:
-        raise SystemExit(f"SECTIONS of {Path(__file__).name} and kda_cupy.__all__ differ in {sorted(missing)}")
+        raise SystemExit(
+            f"SECTIONS of {Path(__file__).name} and kda_cupy.__all__ differ in {sorted(missing)}"
+        )
     parts = [INTRODUCTION]
     for section, names in SECTIONS.items():
         parts.append(f"## {section}\n")
@@ -94,7 +96,7 @@ def of_class(name: str) -> list[str]:
 
 
 def signature(name: str, function: Callable[..., Any]) -> str:
-    """As code, one parameter a line where they do not fit; annotations that say no more than "some array" are left out."""
+    """As code, on several lines where it has to; annotations that say no more than "some array" are left out."""
     found = inspect.signature(function)
     names: list[str] = []
     starred = False

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Code blocks of Markdown pages, and how they are run.
 
-The Python blocks of a page are one program, run from top to bottom. A ``text`` block right behind one is what it prints.
-A block with a mark above it, ``<!-- needs: gpu -->`` or ``<!-- needs: torch -->``, is left out unless that is there.
+The Python blocks of a page are one program, run from top to bottom. A ``text`` block right behind one is what it
+prints. A block with a mark above it, ``<!-- needs: gpu -->`` or ``<!-- needs: torch -->``, is left out
+unless that is there.
 """
 
 import contextlib
