@@ -81,7 +81,7 @@ def of_class(name: str) -> list[str]:
         kinds = [f"`{base.__name__}`" for base in cls.__mro__[1:] if issubclass(base, Exception)]
         parts.append(f"Is a {', '.join(kind for kind in kinds if kind != '`Exception`') or '`Exception`'}.\n")
     parts.append(markdown(inspect.getdoc(cls) or ""))
-    if "__init__" in vars(cls) and inspect.getdoc(cls.__init__) and not issubclass(cls, Exception):
+    if "__init__" in vars(cls) and cls.__init__.__doc__ and not issubclass(cls, Exception):
         parts += [signature(name, cls.__init__), markdown(inspect.getdoc(cls.__init__) or "")]
     for member, value in vars(cls).items():
         kind = "property" if isinstance(value, property) else ""
@@ -195,7 +195,7 @@ def _escaped(text: str) -> str:
     bold = re.compile(r"\*\*([a-z][a-z ]*)\*\*")
     pieces = bold.split(text)
     for number, piece in enumerate(pieces):
-        escaped = re.sub(r"([*<])", r"\\\1", piece)
+        escaped = piece.replace("*", "\\*").replace("<", "&lt;")
         pieces[number] = f"**{piece}**" if number % 2 else re.sub(r"(?<!\w)_(?=\w)", r"\\_", escaped)
     return "".join(pieces)
 

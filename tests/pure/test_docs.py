@@ -4,6 +4,7 @@ script is what the script writes."""
 
 import doctest
 import re
+import runpy
 import shlex
 import subprocess
 import sys
@@ -136,6 +137,34 @@ def test_what_a_script_writes_is_current(script: str, written: str, tmp_path: Pa
         [sys.executable, str(ROOT / "scripts" / script), str(target)], check=True, stdout=subprocess.DEVNULL
     )
     assert target.read_bytes() == (ROOT / written).read_bytes(), f"run: python scripts/{script}"
+
+
+def test_tables_of_the_page_on_performance_are_those_of_the_newest_records() -> None:
+    script = runpy.run_path(str(ROOT / "scripts" / "write_readme_table.py"))
+    pages = script["PAGES"]
+    assert set(pages) == {"README.md", "docs/performance.md"}
+    text = (ROOT / "docs" / "performance.md").read_text(encoding="utf-8")
+    markers = re.findall(r"^<!-- (.+): written from", text, re.MULTILINE)
+    assert set(markers) == {*script["TABLES"], "machine", "every row"}
+    assert script["with_tables"](text, pages["docs/performance.md"]) == text
+
+
+def test_a_record_with_all_operations_has_a_table_for_each() -> None:
+    script = runpy.run_path(str(ROOT / "scripts" / "write_readme_table.py"))
+    row = {
+        "op": "kda", "H": 12, "HV": 12, "K": 128, "V": 128, "B": 1, "t": 1, "mode": "", "accept": 0, "yardstick": "RW",
+        "median_us": 3.0, "p95_us": 3.5, "noise_percent": 0.5, "yardstick_us": 2.0, "gb_per_s": 1000.4,
+        "error_out": 1e-3, "error_state": None, "status": "timed",
+    }  # fmt: skip
+    verify = row | {"operation": "verify", "t": 8, "mode": "rings", "yardstick": "R"}
+    rows = [row, verify, verify | {"median_us": None, "status": "skipped"}]
+    head = (
+        "| | rows | median us | p95 us | noise % | GB/s | yardstick | ratio | error, output | error, state |"
+    )
+    lines = script["every_row"]({"bench": {"rows": rows}}).splitlines()
+    assert [line for line in lines if line.startswith("#")] == ["### decode", "### verify"]
+    assert lines.count(head) == 2 and len(lines) == 2 * 5 + 1
+    assert lines[-1] == "| verify t=8, rings, H=12 | 1 | 3.00 | 3.50 | 0.50 | 1000 | R | x1.50 | 1.0e-03 |  |"
 
 
 def test_examples_in_docstrings_run() -> None:
