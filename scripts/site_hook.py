@@ -26,8 +26,8 @@ def on_files(files: Files, config: Any) -> Files:
 
 
 def on_page_markdown(markdown: str, **_: Any) -> str:
-    """Point links at them. mkdocs calls this once a page.
+    r"""Point links at them. mkdocs calls this once a page.
 
-    A forge takes the backslash of ``\\<``, which keeps a formula from turning into a tag; mkdocs would show it.
+    A forge takes the backslash of ``\<``, which keeps a formula from turning into a tag; mkdocs would show it.
     """
     return LINK.sub(r"](\1)", markdown).replace("\\<", "&lt;")
