@@ -54,7 +54,7 @@ class Row:
     """Rows (decode) or requests."""
     dtype: str
     operation: str = "decode"
-    """``"decode"``, ``"verify"``, ``"commit"`` or ``"round"`` (a verify and a commit)."""
+    """``"decode"``; ``"step"`` or ``"chain"`` (the step unfused); ``"verify"``, ``"commit"`` or ``"round"`` (both)."""
     t: int = 1
     """Tokens of a request."""
     mode: str = ""
@@ -104,6 +104,17 @@ class Row:
     def identity(self) -> tuple[Any, ...]:
         """What makes it the same row of another record."""
         return tuple([getattr(self, name) for name in _IDENTITY])
+
+    @property
+    def table(self) -> str:
+        """The operation beside which it is shown: a chain stands beside its step."""
+        return "step" if self.operation == "chain" else self.operation
+
+    @property
+    def form(self) -> str:
+        """Of a step ``"fused"`` or ``"fused+norm"``, of a chain its name; nothing for other operations."""
+        names = {"step": "fused+norm" if self.norm else "fused", "chain": "chain"}
+        return names.get(self.operation, "")
 
     @property
     def gb_per_s(self) -> float | None:

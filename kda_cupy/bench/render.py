@@ -48,6 +48,7 @@ def _ratio(row: Row) -> str:
 
 #: Heading and cell of each column of the table; a column without any value is left out.
 _COLUMNS: Final[dict[str, Callable[[Row], str]]] = {
+    "form": lambda row: row.form or "-",
     "t": lambda row: str(row.t) if row.mode else "-",
     "n": lambda row: str(row.accept) if row.accept else "-",
     "B": lambda row: str(row.B),
@@ -76,7 +77,8 @@ def _table(rows: list[Row]) -> Table:
     rows_are = "N" if rows[0].mode else "B"
     for heading in shown:
         name = rows_are if heading == "B" else heading.format(yardstick=rows[0].yardstick)
-        table.add_column(name, justify="right", no_wrap=True, vertical="bottom")
+        side: Any = "left" if heading == "form" else "right"
+        table.add_column(name, justify=side, no_wrap=True, vertical="bottom")
     for line in zip(*shown.values(), strict=True):
         table.add_row(*line)
     return table
@@ -134,7 +136,7 @@ class Compact(NamedTuple):
 def compact(rows: list[Row], most: int = len(COMPACT_BATCHES)) -> list[Compact]:
     """A table an operation; of many batch sizes, some from the smallest to the largest."""
     tables = []
-    for operation, same in grouped(rows, lambda row: row.operation).items():
+    for operation, same in grouped(rows, lambda row: row.table).items():
         common, lines = series(same, "B")
         batches = sorted({row.B for row in same})
         shown = batches
@@ -169,7 +171,7 @@ def print_changes(changes: list[Change], file: IO[str], *, only_changed: bool = 
     with _page(file) as console:
         shown = [change for change in changes if not (only_changed and change.verdict == "same")]
         by_identity = {change.row.identity: change for change in shown}
-        for operation, rows in grouped([change.row for change in shown], lambda row: row.operation).items():
+        for operation, rows in grouped([change.row for change in shown], lambda row: row.table).items():
             common, lines = series(rows, "B")
             console.print(f"{operation}: {common}", style="bold")
             table = _plain_table()
@@ -234,6 +236,8 @@ def method(record: Record) -> list[str]:
         lines.append(
             "round: all slots are verified, then the first of them is committed; its state is out of L2 by then."
         )
+    if any(row.operation == "chain" for row in record.rows):
+        lines.append("chain: causal_conv1d_update, then the packed decode; never an output norm.")
     if any(row.accept for row in record.rows):
         lines.append("n: tokens of a request that the commit keeps.")
     if any(row.is_slow for row in record.rows):
