@@ -218,12 +218,13 @@ def _speculation(
     tokens: tuple[int, ...],
     modes: tuple[str, ...],
     norm: bool,
+    plain_windows: bool,
     batches: tuple[int, ...] | None,
     **run: Any,
 ) -> None:
     if accept is not None and accept > min(tokens):
         raise click.UsageError(f"--accept {accept}: of {min(tokens)} tokens only {min(tokens)} can be kept")
-    changes = {"dtype": dtype, "operation": operation, "norm": norm}
+    changes = {"dtype": dtype, "operation": operation, "norm": norm, "plain_windows": plain_windows}
     shapes = _shapes(presets, heads, value_heads, gate, changes)
     with Run(**run) as measured:
         shapes = measured.scaled(shapes, keep=heads is not None)

@@ -12,6 +12,7 @@ from kda_cupy.bench.record import Row
 FIELDS: Final = {
     "op": "{}", "H": "H={}", "HV": "HV={}", "K": "K={}", "V": "V={}", "t": "t={}", "accept": "n={}",
     "mode": "{}", "B": "N={}", "dtype": "{}", "gate": "{} gate", "norm": "", "form": "{}",
+    "plain_windows": "plain windows",
 }  # fmt: skip
 
 
@@ -29,7 +30,8 @@ def title_of(row: Row) -> str:
     mode = f" with {row.mode}" if row.mode else ""
     dims = "" if row.mode else f"K={row.K}, V={row.V}, "
     norm = ", output norm" if row.norm and not row.form else ""
-    return f"{row.op} {work}{mode}: H={row.H}, HV={row.HV}, {dims}{row.dtype}, {row.gate} gate{norm}"
+    windows = ", plain windows" if row.plain_windows else ""
+    return f"{row.op} {work}{mode}: H={row.H}, HV={row.HV}, {dims}{row.dtype}, {row.gate} gate{norm}{windows}"
 
 
 def names_of(row: Row) -> str:

@@ -182,6 +182,11 @@ SPECULATION: Final = together(
     ),
     click.option("--norm", is_flag=True, help="With the fused output norm."),
     click.option(
+        "--plain-windows",
+        is_flag=True,
+        help="Conv windows [rows, t, 3, channels], instead of windows that slide over raw inputs.",
+    ),
+    click.option(
         "--batch",
         "batches",
         metavar="N,N,...",

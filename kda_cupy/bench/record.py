@@ -63,6 +63,8 @@ class Row:
     """Tokens that the commit keeps; 0 where there is none."""
     norm: bool = False
     """With the fused output norm."""
+    plain_windows: bool = False
+    """Conv windows of a verify that hold each raw input up to three times; else they slide and hold it once."""
     status: str = "timed"
     """``"timed"``, ``"wrong"`` (an error above its bound, so not timed) or ``"skipped"`` (no memory)."""
     note: str = ""

@@ -236,6 +236,11 @@ def method(record: Record) -> list[str]:
         lines.append(
             "round: all slots are verified, then the first of them is committed; its state is out of L2 by then."
         )
+    layouts = {row.plain_windows for row in record.rows if row.mode}
+    if False in layouts:
+        lines.append("Conv windows slide over raw inputs [rows, t + 2, channels]: each is written once.")
+    if True in layouts:
+        lines.append("Plain windows [rows, t, 3, channels]: each raw input is written up to three times.")
     if any(row.operation == "chain" for row in record.rows):
         lines.append("chain: causal_conv1d_update, then the packed decode; never an output norm.")
     if any(row.accept for row in record.rows):
