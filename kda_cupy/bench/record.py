@@ -114,8 +114,8 @@ class Row:
 
     @property
     def form(self) -> str:
-        """Of a step ``"fused"`` or ``"fused+norm"``, of a chain its name; nothing for other operations."""
-        names = {"step": "fused+norm" if self.norm else "fused", "chain": "chain"}
+        """Of a step ``"fused"`` or ``"normed"``, of a chain its name; nothing for other operations."""
+        names = {"step": "normed" if self.norm else "fused", "chain": "chain"}
         return names.get(self.operation, "")
 
     @property

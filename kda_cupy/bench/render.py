@@ -243,6 +243,8 @@ def method(record: Record) -> list[str]:
         lines.append("Plain windows [rows, t, 3, channels]: each raw input is written up to three times.")
     if any(row.operation == "chain" for row in record.rows):
         lines.append("chain: causal_conv1d_update, then the packed decode; never an output norm.")
+    if any(row.form == "normed" for row in record.rows):
+        lines.append("normed: the whole step fused into one launch, output norm included.")
     if any(row.accept for row in record.rows):
         lines.append("n: tokens of a request that the commit keeps.")
     if any(row.is_slow for row in record.rows):

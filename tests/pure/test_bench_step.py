@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The whole step in the benchmark, without a GPU: operands, judgement, bytes, rows, the command."""
 
+import io
 from dataclasses import replace
 
 import numpy as np
@@ -9,6 +10,7 @@ from click.testing import CliRunner
 
 from kda_cupy.bench import cases, figure, judge, naming, render, step, suite
 from kda_cupy.bench.cases import Case
+from kda_cupy.bench.judge import Verdict
 from kda_cupy.bench.record import Protocol, Record, make_row
 from kda_cupy.bench.workload import Memory, Rotation
 from kda_cupy.cli import main
@@ -112,8 +114,8 @@ def test_command_on_numpy():
     title = "gdn step: H=2, HV=4, K=128, V=128, bfloat16, softplus gate"
     assert done.stdout.splitlines().count(title) == 1
     assert [
-        line.split()[:2] for line in done.stdout.splitlines() if line.startswith(("fused", "chain "))
-    ] == [[form, B] for B in "12" for form in ("fused+norm", "chain")]
+        line.split()[:2] for line in done.stdout.splitlines() if line.startswith(("normed ", "chain "))
+    ] == [[form, B] for B in "12" for form in ("normed", "chain")]
     assert "chain: causal_conv1d_update, then the packed decode; never an output norm." in done.stdout
     assert max(map(len, done.stdout.splitlines())) <= 80
 
@@ -130,7 +132,7 @@ def test_step_and_chain_share_the_compact_table_and_its_lines_tell_them_apart():
     ]
     (table,) = render.compact(rows)
     assert table.title == "step, us and ratio: kda H=1 HV=2 bfloat16 softplus gate"
-    assert [line[0] for line in table.lines] == ["fused+norm", "chain"]
+    assert [line[0] for line in table.lines] == ["normed", "chain"]
     assert naming.names_of(rows[1]) == "chain, B=1"
     assert len({row.identity for row in rows}) == 4
     (plain,) = render.compact(rows_of(replace(KDA, norm=False), replace(KDA, operation="chain", norm=False)))
@@ -142,7 +144,7 @@ def test_a_plot_has_one_column_with_a_line_for_each(tmp_path):
     rows = rows_of(KDA, replace(KDA, operation="chain", norm=False))
     figure.write_plot(Record({}, Protocol("cuda", "", "cold", 9), rows), tmp_path / "plot.svg")
     drawn = (tmp_path / "plot.svg").read_text()
-    assert drawn.count("rows B") == 1 and "fused+norm" in drawn and "chain" in drawn
+    assert drawn.count("rows B") == 1 and "normed" in drawn and "chain" in drawn
 
 
 @pytest.mark.parametrize("case", [KDA, GDN], ids=str)
@@ -174,3 +176,13 @@ def test_the_output_of_the_chain_is_judged_too(case, norm, monkeypatch):
     assert workload(case).judge().complaint == "error of out is 0.01, above 2e-06"
     monkeypatch.setitem(step.PACKED, case.op, everywhere)
     assert workload(case).judge().complaint == "the output of a padding row is not zero"
+
+
+def test_a_table_of_gpu_times_loses_no_digit():
+    rows = [
+        make_row(replace(KDA, B=256), Verdict(1.66e-3, 8.75e-8), median_us=118.0, p95_us=118.0, bytes_moved=421_000_000,
+                 yardstick_us=104.0, host_eager_us=124.0, host_bound_us=18.3),
+    ]  # fmt: skip
+    file = io.StringIO()
+    render.print_record(Record({"gpus": []}, Protocol("cuda", "", "cold", 9), rows), file)
+    assert "8.75e-8" in file.getvalue() and "\u2026" not in file.getvalue()

@@ -175,7 +175,7 @@ def test_a_round_apart_and_together(machine, mode, yardstick, best):
 @pytest.mark.parametrize("op", ["kda", "gdn"])
 def test_a_step_beside_its_chain(machine, op):
     fused, chain = measure(Case(op, H=1, HV=2, B=2, operation="step", norm=True))[0]
-    assert (fused.form, chain.form) == ("fused+norm", "chain")
+    assert (fused.form, chain.form) == ("normed", "chain")
     assert (fused.median_us, chain.median_us) == pytest.approx(
         (2.25, 1.0 + 2.5)
     )  # of one token, not of one launch
