@@ -12,6 +12,7 @@ import numpy as np
 
 import kda_cupy
 from kda_cupy import dtypes, trace
+from kda_cupy.accuracy.command import check
 from kda_cupy.bench.command import bench, report
 from kda_cupy.bench.judge import CHAINED_BOUND, OUT_BOUNDS
 from kda_cupy.bench.options import Refused
@@ -85,5 +86,5 @@ def _to_and_from(backend: str) -> tuple[Callable[[Any], Any], Callable[[Any], An
     return cupy.asarray, cupy.asnumpy
 
 
-for command in (bench, doctor, errors, report, warmup):
+for command in (bench, check, doctor, errors, report, warmup):
     main.add_command(command)

@@ -56,10 +56,16 @@ class PackedDecode:
     """B rows, each in a slot of ``state`` [P, HV, V, K]."""
 
     def __init__(
-        self, case: Case, memory: Memory, state: Any, rotation: Rotation, rng: np.random.Generator
+        self,
+        case: Case,
+        memory: Memory,
+        state: Any,
+        rotation: Rotation,
+        rng: np.random.Generator,
+        make: Callable[[Case, int, np.random.Generator], Inputs] = make_inputs,
     ) -> None:
         self._case, self._memory, self._state, self._rotation, self._rng = case, memory, state, rotation, rng
-        self._inputs = make_inputs(case, case.B + 1, rng)
+        self._inputs = make(case, case.B + 1, rng)
         self._operation = partial(OPERATIONS[case.op], lower_bound=case.lower_bound)
 
     def judge(self) -> Verdict:
