@@ -50,7 +50,7 @@ def table(record: dict[str, Any], name: str, operations: Iterable[str]) -> str:
     lines_by_name: dict[str, dict[int, dict[str, Any]]] = {}
     for operation in operations:
         for row in record["bench"]["rows"]:
-            if operation_of(row) == operation:
+            if operation_of(row) == operation and not row.get("peer"):
                 lines_by_name.setdefault(name_of(row), {})[row["B"]] = row
     axis = "B" if "decode" in operations else "N"
     yardsticks = list(

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Packed decode of many tokens, one after another: do errors of the state grow?"""
+"""Packed decode of many tokens, one after another: whether errors of the state grow."""
 
 from __future__ import annotations
 

@@ -24,8 +24,8 @@ DEFAULT_DTYPES: Final = ("bfloat16", "float32")
 
 @click.command(
     epilog=examples(
-        "kda-cupy check                         # on the GPU, or on NumPy without one",
-        "kda-cupy check --backend numpy         # anywhere",
+        "kda-cupy check                  # on the GPU, or on NumPy without one",
+        "kda-cupy check --backend numpy  # anywhere",
         "kda-cupy check --dtype float16 --device 1",
         "kda-cupy check --json - | jq '.findings[] | select(.passed | not)'",
     )

@@ -87,7 +87,6 @@ def _of(dtype: str) -> list[Exam]:
     kda, gdn = Case("kda", 4, 4, dtype=dtype, B=5), Case("gdn", 2, 4, dtype=dtype, B=5)
     decode, step, speculation = _judged(PackedDecode), _judged(WholeStep), _judged(Speculation)
     extreme = _judged(partial(PackedDecode, make=_extreme_gates))
-    odd = {"K": 100, "V": 60, "HV": 6, "H": 2}
     found = [
         *(
             Exam("packed decode", replace(each, lower_bound=gate), decode)
@@ -99,7 +98,7 @@ def _of(dtype: str) -> list[Exam]:
             for each in (kda, gdn)
             for gate in gates
         ),
-        *(Exam("packed decode", replace(each, **odd), decode) for each in (kda, gdn)),
+        *(Exam("packed decode", replace(each, H=2, HV=6, K=100, V=60), decode) for each in (kda, gdn)),
         *(Exam("packed decode", replace(each, t=16, B=2), chain.examine) for each in (kda, gdn)),
     ]
     found += [

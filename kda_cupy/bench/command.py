@@ -37,7 +37,14 @@ def bench() -> None:
 bench.add_command(host)
 
 
-@bench.command()
+@bench.command(
+    epilog=examples(
+        "kda-cupy bench decode",
+        "kda-cupy bench decode --preset kimi-k3-tp8 --batch 1,8,64 --json decode.json",
+        "kda-cupy bench decode --heads 16 --value-heads 32 --op gdn --dtype float16",
+        "kda-cupy bench decode --peer fla --peer examples/peer_in_plain_torch.py",
+    )
+)
 @options.preset(list(cases.PRESETS))
 @options.HEADS
 @click.option("--head-dim", type=options.POSITIVE, help="K, a multiple of 4. [default: 128]")
@@ -51,6 +58,7 @@ bench.add_command(host)
     type=options.BATCHES,
     help="Rows. [default: 1,8,32,64,256; NumPy: 1,2,4,8]",
 )
+@options.PEER
 @options.RUN
 def decode(
     *,

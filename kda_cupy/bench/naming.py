@@ -12,7 +12,7 @@ from kda_cupy.bench.record import Row
 FIELDS: Final = {
     "op": "{}", "H": "H={}", "HV": "HV={}", "K": "K={}", "V": "V={}", "t": "t={}", "accept": "n={}",
     "mode": "{}", "B": "N={}", "dtype": "{}", "gate": "{} gate", "norm": "", "form": "{}",
-    "plain_windows": "plain windows",
+    "plain_windows": "plain windows", "peer": "{}",
 }  # fmt: skip
 
 
@@ -38,7 +38,8 @@ def names_of(row: Row) -> str:
     """What tells a row from the others of its table."""
     t = f"t={row.t}, " if row.mode else f"{row.form}, " if row.form else ""
     n = f"n={row.accept}, " if row.accept else ""
-    return f"{t}{n}{'N' if row.mode else 'B'}={row.B}"
+    peer = f"{row.peer}, " if row.peer else ""
+    return f"{peer}{t}{n}{'N' if row.mode else 'B'}={row.B}"
 
 
 def series(rows: list[Row], along: str) -> tuple[str, dict[str, list[Row]]]:
@@ -79,6 +80,8 @@ def _word(row: Row, name: str, *, always: bool) -> str:
         if row.form:
             return ""  # which says it
         return "with output norm" if value else "no norm" if always else ""
+    if name == "peer":
+        return value or ("kda_cupy" if always else "")
     if name == "HV":
         return f"HV={value}" if value != row.H else ""
     if name in "KV" and value == 128 and not always:

@@ -65,11 +65,15 @@ class Row:
     """With the fused output norm."""
     plain_windows: bool = False
     """Conv windows of a verify that hold each raw input up to three times; else they slide and hold it once."""
+    peer: str = ""
+    """Whose implementation; empty for this package's."""
     status: str = "timed"
     """``"timed"``, ``"wrong"`` (an error above its bound, so not timed) or ``"skipped"`` (no memory)."""
     note: str = ""
     error_out: float | None = None
     error_state: float | None = None
+    difference: float | None = None
+    """Of a peer's results from this package's, relative: the larger of output and state."""
     median_us: float | None = None
     p95_us: float | None = None
     min_us: float | None = None
@@ -138,7 +142,7 @@ class Row:
     @property
     def is_slow(self) -> bool:
         """A decode at less than half the speed of the yardstick, which does all of its work but the arithmetic."""
-        return self.operation == "decode" and self.ratio is not None and self.ratio > 2
+        return self.operation == "decode" and not self.peer and self.ratio is not None and self.ratio > 2
 
     def flat(self) -> dict[str, Any]:
         """All but the samples, and what follows from them: a line of a CSV file."""
@@ -147,7 +151,7 @@ class Row:
 
 
 _IDENTITY: Final = tuple(
-    name for name in (*(each.name for each in fields(Case)), "gate") if name != "lower_bound"
+    name for name in (*(each.name for each in fields(Case)), "gate", "peer") if name != "lower_bound"
 )
 
 

@@ -46,12 +46,16 @@ def _ratio(row: Row) -> str:
     return three_digits(row.ratio) + "!" * row.is_slow
 
 
+_ASCII: Final = str.maketrans({"─": "-", "±": "~"})
+"""For a pipe or terminal that knows no more."""
+
 #: Heading and cell of each column of the table; a column without any value is left out.
 _COLUMNS: Final[dict[str, Callable[[Row], str]]] = {
     "form": lambda row: row.form or "-",
     "t": lambda row: str(row.t) if row.mode else "-",
     "n": lambda row: str(row.accept) if row.accept else "-",
     "B": lambda row: str(row.B),
+    "by": lambda row: row.peer,
     "us": lambda row: three_digits(row.median_us),
     "p95": lambda row: three_digits(row.p95_us),
     "GB/s": lambda row: three_digits(row.gb_per_s),
@@ -61,6 +65,7 @@ _COLUMNS: Final[dict[str, Callable[[Row], str]]] = {
     "\nbound": lambda row: three_digits(row.host_bound_us),
     "error\nout": lambda row: error_text(row.error_out),
     "\nstate": lambda row: error_text(row.error_state),
+    "apart": lambda row: error_text(row.difference),
 }
 
 
@@ -73,7 +78,11 @@ def _plain_table() -> Table:
 def _table(rows: list[Row]) -> Table:
     table = _plain_table()
     columns = {heading: [cell(row) for row in rows] for heading, cell in _COLUMNS.items()}
-    shown = {heading: cells for heading, cells in columns.items() if set(cells) != {"-"}}
+    shown = {heading: cells for heading, cells in columns.items() if set(cells) - {"-", ""}}
+    if "by" in shown:
+        shown["by"] = [name or "ours" for name in shown["by"]]
+        for heading in ("p95", "GB/s"):  # there is no room for all; the record has them
+            shown.pop(heading, None)
     rows_are = "N" if rows[0].mode else "B"
     for heading in shown:
         name = rows_are if heading == "B" else heading.format(yardstick=rows[0].yardstick)
@@ -91,7 +100,12 @@ def _page(file: IO[str]) -> Iterator[Console]:
     console = Console(file=text, highlight=False, force_terminal=file.isatty())
     console.width = max(console.width, WIDTH)
     yield console
-    file.writelines(f"{line.rstrip()}\n" for line in text.getvalue().splitlines())
+    lines = [f"{line.rstrip()}\n" for line in text.getvalue().splitlines()]
+    try:
+        "".join(lines).encode(getattr(file, "encoding", None) or "utf-8")
+    except UnicodeEncodeError:
+        lines = [line.translate(_ASCII).encode("ascii", "replace").decode() for line in lines]
+    file.writelines(lines)
 
 
 def print_record(record: Record, file: IO[str]) -> None:
@@ -209,6 +223,10 @@ def _changed(change: Change) -> list[str]:
 def caption(record: Record) -> list[str]:
     """What the numbers are: machine, method, meaning of the columns, kernels, versions."""
     lines = method(record)
+    if any(row.peer for row in record.rows):
+        lines.append("apart: the larger of the differences of output and state from kda_cupy's, relative.")
+        peers = record.environment.get("peers")
+        lines += [f"{name}: {words}." for name, words in (peers if isinstance(peers, dict) else {}).items()]
     kernels = {(row.variant, row.registers, row.source_digest) for row in record.rows if row.registers}
     for variant, registers, digest in sorted(kernels):
         lines.append(f"{variant}, {registers} registers, source {digest[:8]}.")
