@@ -14,21 +14,22 @@ from kda_cupy import environment
 from kda_cupy.accuracy.exams import exams
 from kda_cupy.accuracy.report import Report
 from kda_cupy.bench.options import FILE_OR_STDOUT, STDOUT, examples, output
-from kda_cupy.bench.run import INTERRUPTED
 from kda_cupy.bench.workload import Memory
 from kda_cupy.dtypes import C_NAMES
+from kda_cupy.exit_codes import INTERRUPTED, RIGHT, WRONG
 from kda_cupy.gpu import choose_backend, require_gpu
 
 DEFAULT_DTYPES: Final = ("bfloat16", "float32")
 
 
 @click.command(
+    short_help="See whether every operation is right here.",
     epilog=examples(
         "kda-cupy check                  # on the GPU, or on NumPy without one",
         "kda-cupy check --backend numpy  # anywhere",
         "kda-cupy check --dtype float16 --device 1",
         "kda-cupy check --json - | jq '.findings[] | select(.passed | not)'",
-    )
+    ),
 )
 @click.option("--backend", type=click.Choice(["auto", "cuda", "numpy"]), default="auto", show_default=True)
 @click.option("--device", type=click.IntRange(min=0), help="Number of the GPU. [default: 0]")
@@ -71,7 +72,7 @@ def check(backend: str, device: int | None, dtypes: tuple[str, ...], json_path: 
     if interrupted:
         click.echo(f"interrupted: {len(report.findings)} of {len(wanted)} examined", err=True)
         raise click.exceptions.Exit(INTERRUPTED)
-    raise click.exceptions.Exit(1 if report.failed else 0)
+    raise click.exceptions.Exit(WRONG if report.failed else RIGHT)
 
 
 def _show(report: Report, json_path: Path | None) -> None:

@@ -23,7 +23,15 @@ from kda_cupy.bench.run import Run
 from kda_cupy.bench.timing import WORKLOADS
 
 
-@click.group()
+@click.group(
+    short_help="Measure the operations on this machine.",
+    epilog=examples(
+        "kda-cupy bench decode --preset kimi-k3-tp8",
+        "kda-cupy bench round --tokens 4,8 --accept 2",
+        "kda-cupy bench suite --quick",
+        "kda-cupy bench compare before.json after.json",
+    ),
+)
 def bench() -> None:
     """Measure the operations on this machine.
 
@@ -83,6 +91,7 @@ def decode(
 
 
 @bench.command(
+    short_help="Time the verify of draft tokens.",
     epilog=examples(
         "kda-cupy bench step --preset kimi-k3-tp8 --preset qwen3-next",
         "kda-cupy bench step --no-norm --batch 1,8,64 --json step.json",
@@ -132,7 +141,7 @@ def step(
     epilog=examples(
         "kda-cupy bench verify --preset kimi-k3-tp8 --tokens 1,2,4,8,16 --plot t.png",
         "kda-cupy bench verify --mode rings --mode snapshots --norm --batch 64",
-    )
+    ),
 )
 @options.SPECULATION
 @options.RUN
@@ -141,7 +150,14 @@ def verify(**arguments: Any) -> None:
     _speculation("verify", None, **arguments)
 
 
-@bench.command(name="round")
+@bench.command(
+    name="round",
+    short_help="Time a verify and the commit behind it.",
+    epilog=examples(
+        "kda-cupy bench round --preset kimi-k3-tp8 --batch 1,8,64",
+        "kda-cupy bench round --tokens 8 --accept 4 --mode snapshots --json round.json",
+    ),
+)
 @options.SPECULATION
 @click.option(
     "--accept",
@@ -282,7 +298,9 @@ def _shapes(
 RECORD: Final = click.Path(exists=True, dir_okay=False, path_type=Path)
 
 
-@bench.command()
+@bench.command(
+    epilog=examples("kda-cupy bench show record.json", "kda-cupy bench show record.json --compact | less")
+)
 @click.argument("record", type=RECORD)
 @click.option("--compact", is_flag=True, help="One table an operation instead of one a geometry.")
 def show(record: Path, compact: bool) -> None:
@@ -293,6 +311,7 @@ def show(record: Path, compact: bool) -> None:
 
 @bench.command(
     name="compare",
+    short_help="Show what changed between two records.",
     epilog=examples(
         "kda-cupy bench suite --json before.json   # then change something",
         "kda-cupy bench suite --json after.json",

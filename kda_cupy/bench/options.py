@@ -14,6 +14,7 @@ from kda_cupy.bench import cases, figure
 from kda_cupy.bench.peers import PEERS, Peer, find
 from kda_cupy.bench.timing import MIN_REPEATS
 from kda_cupy.dtypes import C_NAMES
+from kda_cupy.exit_codes import REFUSED
 from kda_cupy.ops.mtp_checks import MAX_TOKENS
 
 Function = TypeVar("Function", bound=Callable[..., Any])
@@ -28,7 +29,7 @@ POSITIVE: Final = click.IntRange(min=1)
 class Refused(click.ClickException):
     """Ends the command with one sentence and exit code 2."""
 
-    exit_code = 2
+    exit_code = REFUSED
 
 
 class Numbers(click.ParamType):  # type: ignore[type-arg,unused-ignore]

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any, Final
+from typing import IO, Any
 
 import click
 
@@ -20,10 +20,8 @@ from kda_cupy.bench.peers import Peer
 from kda_cupy.bench.record import Record, make_row
 from kda_cupy.bench.timing import GpuTimer, HostTimer
 from kda_cupy.errors import KdaError
+from kda_cupy.exit_codes import INTERRUPTED, WRONG
 from kda_cupy.gpu import choose_backend
-
-INTERRUPTED: Final = 130
-"""Exit code of a command that Ctrl-C ended."""
 
 
 @dataclass(frozen=True)
@@ -127,7 +125,7 @@ class Run:
         if interrupted:
             raise click.exceptions.Exit(INTERRUPTED)
         if cause is None and any(row.status != "timed" for row in record.rows):
-            raise click.exceptions.Exit(1)
+            raise click.exceptions.Exit(WRONG)
 
     def _show_and_write(self) -> None:
         self._view(self._record, self._outputs.table)

@@ -127,7 +127,8 @@ class GpuTimer:
         forms = {name: workload.yardsticks(name) for name in dict.fromkeys(part.yardstick for part in parts)}
         again = rotation.launches // rotation.groups
         asked = [part.calls for part in parts] + [calls for each in forms.values() for calls in each]
-        stage("preparing peers")
+        if self._peers:
+            stage("preparing peers")
         challenges = [meet(peer, workload, rng) for peer in self._peers if isinstance(workload, PackedDecode)]
         asked_of_peers = [each.calls(rotation.groups) for each in challenges]
         stage("timing")

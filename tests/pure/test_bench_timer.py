@@ -9,8 +9,11 @@ import numpy as np
 import pytest
 
 from kda_cupy import launch
-from kda_cupy.bench import decode, speculation, step, timing
+from kda_cupy.bench import challenge, decode, speculation, step, timing
 from kda_cupy.bench.cases import Case, random_state
+from kda_cupy.bench.challenge import Comparison
+from kda_cupy.bench.judge import Verdict
+from kda_cupy.bench.peers import Peer
 from kda_cupy.modules import Kernel
 from kda_cupy.pool import StatePool
 
@@ -251,3 +254,40 @@ def test_host_time_of_long_kernels_takes_fewer_calls(us, samples, machine, monke
     replays = [place for place, each in enumerate(machine.history) if isinstance(each, tuple)]
     behind = machine.history[replays[-1] :]
     assert behind.count("packed_decode") == samples * timing.HOST_CALLS
+
+
+def test_a_peer_takes_its_turn_and_is_all_there_before_it_is_captured(machine, monkeypatch):
+    """What a peer allocates in its first call for a group of slots would be allocated during the capture."""
+    monkeypatch.setitem(US, "peer", 6.0)
+
+    class Challenge:
+        def __init__(self, peer, workload):
+            self.peer = peer
+
+        def compare(self, rng):
+            return Comparison(Verdict(1e-3, 1e-7), 2e-3)
+
+        def call(self, group):
+            machine.run("peer")
+
+        def release(self):
+            machine.history.append("released")
+
+    monkeypatch.setattr(challenge, "Challenge", Challenge)
+    monkeypatch.setattr(challenge, "_on_current_stream", lambda call: call())
+
+    def refuse(case):
+        raise AssertionError("Challenge is not the real one")
+
+    ours, theirs = measure(DECODE, peers=[Peer("them", refuse)])[0]
+    assert (ours.peer, theirs.peer, theirs.difference) == ("", "them", 2e-3)
+    assert (ours.median_us, theirs.median_us) == (pytest.approx(2.5), pytest.approx(6.0))
+    assert theirs.ratio == pytest.approx(3.0) and theirs.yardstick_us == ours.yardstick_us
+    assert (theirs.launches, theirs.reuse_bytes) == (ours.launches, ours.reuse_bytes)
+    assert theirs.host_bound_us is None and theirs.host_eager_us > 0
+    replays = [each for each in machine.history if isinstance(each, tuple)]
+    assert replays[2:3] == [("replay", "peer", ours.launches)] and len(replays) == 3 * 10
+    first, graphs = machine.history.index("peer"), machine.history.index(replays[0])
+    groups = ours.reuse_bytes // (DECODE.B * DECODE.slot_bytes)
+    assert machine.history[first:graphs].count("peer") == groups + ours.launches
+    assert machine.history[-1] == "released"
