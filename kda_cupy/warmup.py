@@ -169,7 +169,7 @@ def _arches(ctx: click.Context, param: click.Parameter, names: tuple[str, ...]) 
     short_help="Compile a model's kernels ahead.",
     epilog=examples(
         "kda-cupy warmup --preset kimi-k3-tp8 --arch sm_90 --into kernels",
-        "kda-cupy warmup --preset qwen3-next --dtype float16   # for the GPU that is here",
+        "kda-cupy warmup --preset qwen3-next --dtype float16  # for the GPU here",
     ),
 )
 @click.option(

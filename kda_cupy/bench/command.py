@@ -155,7 +155,7 @@ def verify(**arguments: Any) -> None:
     short_help="Time a verify and the commit behind it.",
     epilog=examples(
         "kda-cupy bench round --preset kimi-k3-tp8 --batch 1,8,64",
-        "kda-cupy bench round --tokens 8 --accept 4 --mode snapshots --json round.json",
+        "kda-cupy bench round --tokens 8 --accept 4 --mode snapshots --json -",
     ),
 )
 @options.SPECULATION
@@ -353,7 +353,8 @@ def compare_records(a: Path, b: Path, threshold: float, changed: bool) -> None:
     name="report",
     epilog=examples(
         "kda-cupy report kda-cupy-suite-20261201T040000.json | less",
-        "kda-cupy report record.json --html report.html --markdown report.md --plot report.png",
+        "kda-cupy report record.json --html report.html",
+        "kda-cupy report record.json --markdown report.md --plot report.png",
     ),
 )
 @click.argument("record", type=RECORD)

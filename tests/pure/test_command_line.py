@@ -186,12 +186,14 @@ def test_a_pipe_that_knows_ascii_alone_gets_plain_text(words):
 
 
 def test_letters_that_a_pipe_does_not_know_are_no_error():
-    code = "from kda_cupy import cli; import click; cli.main.add_command(click.command(name='x')(lambda: click.echo('µ')));"
-    done = subprocess.run(
-        [sys.executable, "-c", code + "cli.main(['x'])"],
-        env={"PYTHONIOENCODING": "ascii", "PYTHONPATH": str(ROOT)}, capture_output=True, check=False,
-    )  # fmt: skip
-    assert (done.returncode, done.stdout) == (0, b"?\n")
+    code = (
+        "import click; from kda_cupy.cli import main\n"
+        "main.add_command(click.command(name='x')(lambda: click.echo('a\u2500b')))\n"
+        "main(['x'])"
+    )
+    environment = {"PYTHONIOENCODING": "latin-1", "PYTHONPATH": str(ROOT)}
+    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, check=False)
+    assert (done.returncode, done.stdout) == (0, b"a?b\n"), done.stderr
 
 
 def test_every_command_is_listed_where_it_is_added():
