@@ -95,7 +95,7 @@ def decode(
     epilog=examples(
         "kda-cupy bench step --preset kimi-k3-tp8 --preset qwen3-next",
         "kda-cupy bench step --no-norm --batch 1,8,64 --json step.json",
-    )
+    ),
 )
 @options.preset(list(cases.PRESETS))
 @options.HEADS

@@ -64,7 +64,7 @@ def check_words(words):
     command = main
     while words and words[0] in getattr(command, "commands", {}):
         command, words = command.commands[words[0]], words[1:]
-    known = {name for parameter in command.params for name in parameter.opts} | {"--help"}
+    known = {name for each in command.params for name in (*each.opts, *each.secondary_opts)} | {"--help"}
     assert {word for word in words if word.startswith("--")} <= known, words
     assert not hasattr(command, "commands") or words in ([], ["--help"]), words
 
