@@ -119,6 +119,11 @@ class Met:
         """As a user calls it."""
         return self._challenge.call(0) if self._challenge else None
 
+    def give_up(self, cause: Exception) -> None:
+        """It is not to be timed, because of what it raised."""
+        self.release()
+        self._challenge, self._found = None, _failed(cause)
+
     def row(self, **measured: Any) -> Row:
         """Of the table; measured: the times."""
         return make_row(self._case, peer=self._peer.name, **measured | self._found)
@@ -138,10 +143,14 @@ def meet(peer: Peer, workload: PackedDecode, rng: np.random.Generator) -> Met:
     except Unsupported as cause:
         return Met(peer, case, None, status="skipped", note=str(cause))
     except Exception as cause:  # whatever a stranger's code raises
-        first = next(iter(str(cause).splitlines()), "")
-        return Met(peer, case, None, status="skipped", note=f"{type(cause).__name__}: {first}")
+        return Met(peer, case, None, **_failed(cause))
     found = {"difference": difference if np.isfinite(difference) else None}
     return Met(peer, case, None if verdict.complaint else challenge, verdict=verdict, **found)
+
+
+def _failed(cause: Exception) -> dict[str, Any]:
+    first = next(iter(str(cause).splitlines()), "")
+    return {"status": "skipped", "note": f"{type(cause).__name__}: {first}"}
 
 
 def _split(case: Case, inputs: Inputs, place: Callable[[Any], Any]) -> Operands:

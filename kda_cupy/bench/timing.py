@@ -18,7 +18,7 @@ import numpy as np
 
 from kda_cupy.bench import yardstick
 from kda_cupy.bench.cases import Case, random_state
-from kda_cupy.bench.challenge import meet
+from kda_cupy.bench.challenge import Met, meet
 from kda_cupy.bench.decode import PackedDecode
 from kda_cupy.bench.peers import Peer
 from kda_cupy.bench.record import Protocol, Row, make_row, summarize
@@ -130,6 +130,8 @@ class GpuTimer:
         if self._peers:
             stage("preparing peers")
         challenges = [meet(peer, workload, rng) for peer in self._peers if isinstance(workload, PackedDecode)]
+        for each in challenges:
+            self._rehearse(each, rotation.groups)
         asked_of_peers = [each.calls(rotation.groups) for each in challenges]
         stage("timing")
         samples = self._replay(
@@ -215,6 +217,20 @@ class GpuTimer:
         spans = [1e3 * cupy.cuda.get_elapsed_time(start, end) for start, end in pairwise(marks)]
         n = len(sequences)
         return [[span / each.times for span in spans[i::n]] for i, each in enumerate(sequences)]
+
+    def _rehearse(self, met: Met, groups: int) -> None:
+        """Capture a peer once on a stream of its own: what cannot be captured must not spoil the others' times."""
+        stream = self._cupy.cuda.Stream(non_blocking=True)
+        self._device.synchronize()
+        calls = met.calls(groups)
+        try:
+            with stream:
+                _capture(stream, calls, groups)
+                stream.synchronize()
+        except Exception as cause:  # whatever a stranger's code raises
+            met.give_up(cause)
+        else:
+            met.release()  # memory of that stream is of no use to another
 
     def _host_us(self, call: Call, gpu_us: float) -> float:
         """Wall clock of a call that is not waited for; the queue is emptied before it fills up.

@@ -256,19 +256,18 @@ def test_host_time_of_long_kernels_takes_fewer_calls(us, samples, machine, monke
     assert behind.count("packed_decode") == samples * timing.HOST_CALLS
 
 
-def test_a_peer_takes_its_turn_and_is_all_there_before_it_is_captured(machine, monkeypatch):
-    """What a peer allocates in its first call for a group of slots would be allocated during the capture."""
-    monkeypatch.setitem(US, "peer", 6.0)
+def stand_in(machine, monkeypatch, call):
+    """A peer that is right, and does that when it is called."""
 
     class Challenge:
         def __init__(self, peer, workload):
-            self.peer = peer
+            pass
 
         def compare(self, rng):
             return Comparison(Verdict(1e-3, 1e-7), 2e-3)
 
         def call(self, group):
-            machine.run("peer")
+            call()
 
         def release(self):
             machine.history.append("released")
@@ -276,10 +275,13 @@ def test_a_peer_takes_its_turn_and_is_all_there_before_it_is_captured(machine, m
     monkeypatch.setattr(challenge, "Challenge", Challenge)
     monkeypatch.setattr(challenge, "_on_current_stream", lambda call: call())
 
-    def refuse(case):
-        raise AssertionError("Challenge is not the real one")
 
-    ours, theirs = measure(DECODE, peers=[Peer("them", refuse)])[0]
+def test_a_peer_takes_its_turn_and_is_all_there_before_it_is_captured(machine, monkeypatch):
+    """What a peer allocates in its first call for a group of slots would be allocated during the capture."""
+    monkeypatch.setitem(US, "peer", 6.0)
+
+    stand_in(machine, monkeypatch, lambda: machine.run("peer"))
+    ours, theirs = measure(DECODE, peers=[Peer("them", print)])[0]
     assert (ours.peer, theirs.peer, theirs.difference) == ("", "them", 2e-3)
     assert (ours.median_us, theirs.median_us) == (pytest.approx(2.5), pytest.approx(6.0))
     assert theirs.ratio == pytest.approx(3.0) and theirs.yardstick_us == ours.yardstick_us
@@ -289,5 +291,19 @@ def test_a_peer_takes_its_turn_and_is_all_there_before_it_is_captured(machine, m
     assert replays[2:3] == [("replay", "peer", ours.launches)] and len(replays) == 3 * 10
     first, graphs = machine.history.index("peer"), machine.history.index(replays[0])
     groups = ours.reuse_bytes // (DECODE.B * DECODE.slot_bytes)
-    assert machine.history[first:graphs].count("peer") == groups + ours.launches
+    rehearsed = 2 * groups  # eager, and captured on a stream of its own
+    assert machine.history[first:graphs].count("peer") == rehearsed + groups + ours.launches
     assert machine.history[-1] == "released"
+
+
+def test_a_peer_that_cannot_be_captured_spoils_nothing(machine, monkeypatch):
+    def allocate():
+        if machine.capturing is not None:
+            raise RuntimeError("operation not permitted when stream is capturing\nlong advice")
+
+    stand_in(machine, monkeypatch, allocate)
+    ours, theirs = measure(DECODE, peers=[Peer("them", print)])[0]
+    assert ours.median_us == pytest.approx(2.5) and ours.status == "timed"
+    assert (theirs.peer, theirs.status) == ("them", "skipped")
+    assert theirs.note == "RuntimeError: operation not permitted when stream is capturing"
+    assert machine.history.count("released") == 1 and machine.capturing is None
