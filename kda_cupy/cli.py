@@ -3,6 +3,9 @@
 
 from __future__ import annotations
 
+import io
+import sys
+import textwrap
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,37 +15,65 @@ import numpy as np
 
 import kda_cupy
 from kda_cupy import dtypes, trace
+from kda_cupy.accuracy.command import check
 from kda_cupy.bench.command import bench, report
 from kda_cupy.bench.judge import CHAINED_BOUND, OUT_BOUNDS
-from kda_cupy.bench.options import Refused
+from kda_cupy.bench.options import Refused, examples
+from kda_cupy.completion import completion
 from kda_cupy.doctor import doctor
 from kda_cupy.error_pages import errors
 from kda_cupy.errors import KdaError
+from kda_cupy.exit_codes import INTERRUPTED, MEANING, WRONG
 from kda_cupy.gpu import choose_backend
 from kda_cupy.warmup import warmup
 
 
 class _Commands(click.Group):
-    """Shows an error of the catalogue as one line, with its code, and exit code 2."""
+    """Shows an error of the catalogue as one line, with its code, and exit code 2; Ctrl-C is no error."""
 
     def invoke(self, ctx: click.Context) -> Any:
+        for stream in (sys.stdout, sys.stderr):
+            if isinstance(stream, io.TextIOWrapper):
+                stream.reconfigure(errors="replace")  # a pipe may know fewer letters than a message has
         try:
             return super().invoke(ctx)
         except KdaError as refusal:
             raise Refused(f"{refusal.code}: {refusal}") from None
+        except KeyboardInterrupt:
+            click.echo("interrupted", err=True)
+            raise click.exceptions.Exit(INTERRUPTED) from None
+
+
+def _help_footer() -> str:
+    """Where to begin, and what the exit codes of all commands mean."""
+    begin = examples(
+        "kda-cupy doctor                  # what is here, and what is missing",
+        "kda-cupy check                   # is every operation right on this machine?",
+        "kda-cupy bench decode            # and fast?",
+        "kda-cupy errors KDA-STATE-LAYOUT # what a refusal means",
+    )
+    codes = [
+        textwrap.fill(f"{code:>5}  {words}", 78, subsequent_indent=" " * 7) for code, words in MEANING.items()
+    ]
+    return begin + "\n\n\b\nExit codes of every command:\n" + "\n".join(codes)
 
 
 @click.group(
     cls=_Commands,
     context_settings={"help_option_names": ["-h", "--help"]},
-    epilog="Start with: kda-cupy bench decode",
+    epilog=_help_footer(),
 )
 @click.version_option(kda_cupy.__version__, prog_name="kda-cupy")
 def main() -> None:
     """Decode kernels for Kimi Delta Attention and Gated DeltaNet, on CuPy."""
 
 
-@main.command()
+@main.command(
+    short_help="Compare with recorded tokens of another implementation.",
+    epilog=examples(
+        "kda-cupy replay tests/data/*.npz", "kda-cupy replay trace.npz --backend numpy --dtype bfloat16"
+    ),
+)
 @click.argument(
     "files", nargs=-1, required=True, type=click.Path(exists=True, dir_okay=False, path_type=Path)
 )
@@ -62,7 +93,7 @@ def replay(files: tuple[Path, ...], backend: str, dtype: str) -> None:
         try:
             recorded = trace.load_trace(file)
         except ValueError as cause:
-            raise click.ClickException(str(cause)) from None
+            raise Refused(str(cause)) from None
         operation = getattr(kda_cupy, recorded.operation)
         report = trace.replay(
             recorded, operation, activations=dtypes.by_name(dtype), place=place, fetch=fetch
@@ -73,7 +104,7 @@ def replay(files: tuple[Path, ...], backend: str, dtype: str) -> None:
         errors_text = f"{report.output_error:9.1e} {report.state_error:9.1e}"
         click.echo(f"{file.name:<34} {origin:<17} {errors_text}{'' if good else '  too far'}")
     if failed:
-        raise click.exceptions.Exit(1)
+        raise click.exceptions.Exit(WRONG)
 
 
 def _to_and_from(backend: str) -> tuple[Callable[[Any], Any], Callable[[Any], Any]]:
@@ -85,5 +116,5 @@ def _to_and_from(backend: str) -> tuple[Callable[[Any], Any], Callable[[Any], An
     return cupy.asarray, cupy.asnumpy
 
 
-for command in (bench, doctor, errors, report, warmup):
+for command in (bench, check, completion, doctor, errors, report, warmup):
     main.add_command(command)

@@ -290,7 +290,10 @@ def render_doctor(findings: list[Finding]) -> Table:
     return table
 
 
-@click.command()
+@click.command(
+    short_help="Find what is wrong with GPU, driver, CUDA or CuPy.",
+    epilog="\b\nExamples:\n  kda-cupy doctor\n  kda-cupy doctor --json | jq '.findings[].status'",
+)
 @click.option("--json", "as_json", is_flag=True, help="Print findings and all that was asked, as JSON.")
 def doctor(as_json: bool) -> None:
     """Check GPU, driver, CUDA, NVRTC and CuPy, and say how to mend what is wrong.

@@ -256,8 +256,20 @@ def find(code: str) -> Page | None:
     return CATALOGUE.get(code) or CATALOGUE.get(f"KDA-{code}")
 
 
-@click.command()
-@click.argument("code", required=False)
+def _codes_like(ctx: click.Context, param: click.Parameter, beginning: str) -> list[str]:
+    """For the shell's completion."""
+    return [code for code in CATALOGUE if code.startswith(beginning.upper())]
+
+
+@click.command(
+    short_help="Explain an error of this package.",
+    epilog="\b\nExamples:\n  kda-cupy errors                          # all codes\n"
+    "  kda-cupy errors KDA-STATE-LAYOUT         # or: state-layout\n"
+    '  kda-cupy errors --search "`out` must be contiguous"\n'
+    "  python serve.py 2>&1 | tail -1 | kda-cupy errors --search -\n"
+    "  kda-cupy errors --json | jq -r '.[].code'",
+)
+@click.argument("code", required=False, shell_complete=_codes_like)
 @click.option(
     "--search", "text", metavar="TEXT", help="Find the page of a message; '-' reads it from standard input."
 )
@@ -268,6 +280,8 @@ def errors(code: str | None, text: str | None, json_wanted: bool, preamble: bool
 
     Without CODE: every code, and what its message begins with.
     """
+    if code is not None and text is not None:
+        raise click.UsageError("give CODE or --search TEXT, not both")
     if preamble:
         click.echo(PREAMBLE, nl=False)
         return

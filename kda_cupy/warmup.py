@@ -19,6 +19,7 @@ import click
 
 from kda_cupy import cubins, nvrtc, sources
 from kda_cupy.bench.cases import PRESETS, Case
+from kda_cupy.bench.options import Refused, examples
 from kda_cupy.compile_errors import explain
 from kda_cupy.config import (
     OPTIONS,
@@ -31,6 +32,7 @@ from kda_cupy.config import (
 )
 from kda_cupy.dtypes import C_NAMES
 from kda_cupy.errors import KdaError, error
+from kda_cupy.exit_codes import INTERRUPTED
 from kda_cupy.gpu import compute_capability, require_gpu
 from kda_cupy.ops import conv_params, mtp_params, packed_decode, step_params
 from kda_cupy.ops.mtp_checks import DIM, TAPS
@@ -163,14 +165,21 @@ def _arches(ctx: click.Context, param: click.Parameter, names: tuple[str, ...]) 
     return names
 
 
-@click.command()
+@click.command(
+    short_help="Compile a model's kernels ahead.",
+    epilog=examples(
+        "kda-cupy warmup --preset kimi-k3-tp8 --arch sm_90 --into kernels",
+        "kda-cupy warmup --preset qwen3-next --dtype float16  # for the GPU here",
+    ),
+)
 @click.option(
     "--preset",
     "presets",
     multiple=True,
     required=True,
     type=click.Choice(list(PRESETS)),
-    help="The model; may be repeated.",
+    metavar="NAME",
+    help=f"The model: {', '.join(PRESETS)}; may be repeated.",
 )
 @click.option(
     "--arch",
@@ -211,7 +220,13 @@ def warmup(
     try:
         report = fill(place, wanted, anew=force, show=sys.stderr.isatty())
     except OSError as cause:
-        raise click.ClickException(f"{cause}; --into names another folder") from None
+        raise Refused(f"{cause}; --into names another folder") from None
+    except KeyboardInterrupt:
+        click.echo(
+            f"interrupted: what was compiled by then is kept in {place}; the same command goes on from there",
+            err=True,
+        )
+        raise click.exceptions.Exit(INTERRUPTED) from None
     click.echo(
         f"{report.compiled + report.found} kernels for {', '.join(arches)} in {place}\n"
         f"{report.compiled} compiled by NVRTC {nvrtc.version()} in {report.seconds:.1f} s "

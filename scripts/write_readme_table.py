@@ -59,7 +59,7 @@ def lines_of(record: dict[str, Any], operations: Iterable[str]) -> dict[str, dic
     lines: dict[str, dict[int, dict[str, Any]]] = {}
     for operation in operations:
         for row in record["bench"]["rows"]:
-            if operation_of(row) == operation:
+            if operation_of(row) == operation and not row.get("peer"):
                 lines.setdefault(name_of(row), {})[row["B"]] = row
     return {name: rows for name, rows in lines.items() if set(rows).issuperset(BATCHES)}
 
@@ -127,13 +127,44 @@ def every_row(record: dict[str, Any]) -> str:
             continue
         head = "| | rows | median us | p95 us | noise % | GB/s | yardstick | ratio | error, output | error, state |"
         lines = tables.setdefault(operation_of(row), [head, "|---" * 10 + "|"])
+        peer = f", {row['peer']}" if row.get("peer") else ""
         cells = [
-            name_of(row), str(row["B"]), three_digits(row["median_us"]), three_digits(row["p95_us"]),
+            name_of(row) + peer, str(row["B"]), three_digits(row["median_us"]), three_digits(row["p95_us"]),
             f"{row['noise_percent']:.2f}", f"{row['gb_per_s']:.0f}", row.get("yardstick", "RW"),
             cell_texts(row)[1], *(_error(row[field]) for field in ("error_out", "error_state")),
         ]  # fmt: skip
         lines.append("| " + " | ".join(cells) + " |")
     return "\n\n".join(f"### {name}\n\n" + "\n".join(lines) for name, lines in tables.items())
+
+
+def peers(top: str = "") -> str:
+    """The newest record with peers in it: each beside this package's row, or that there is none."""
+    for path in sorted((ROOT / "benchmarks" / "results").glob("*.json"), reverse=True):
+        record = json.loads(path.read_text(encoding="utf-8"))
+        if any(row.get("peer") for row in record["bench"]["rows"]):
+            return peer_table(record, path.name, top)
+    return "No record holds a peer so far."
+
+
+def peer_table(record: dict[str, Any], name: str, top: str = "") -> str:
+    """Markdown: a line a row of a peer; its time over this package's in the last column."""
+    rows = record["bench"]["rows"]
+    ours = {(name_of(row), row["B"]): row for row in rows if not row.get("peer")}
+    lines = [
+        f"{record['gpu']}, us (ratio to RW); from [{name}]({top}benchmarks/results/{name}):",
+        "",
+        "| | rows | peer | peer's time | this package's | peer / this package |",
+        "|---" * 6 + "|",
+    ]
+    for row in rows:
+        if not row.get("peer"):
+            continue
+        own = ours.get((name_of(row), row["B"]))
+        both = own is not None and own["median_us"] is not None and row["median_us"] is not None
+        times = f"x{row['median_us'] / own['median_us']:.2f}" if both and own else ""
+        mine = cell(own) if own else ""
+        lines.append(f"| {name_of(row)} | {row['B']} | {row['peer']} | {cell(row)} | {mine} | {times} |")
+    return "\n".join(lines)
 
 
 def _error(value: float | None) -> str:
@@ -148,7 +179,7 @@ def parts(top: str = "") -> dict[str, str]:
             made[marker] = table(json.loads(path.read_text(encoding="utf-8")), path.name, operations, top)
     if path := newest_record(("decode",)):
         record = json.loads(path.read_text(encoding="utf-8"))
-        made |= {"machine": machine(record), "every row": every_row(record)}
+        made |= {"machine": machine(record), "every row": every_row(record), "peers": peers(top)}
     return made
 
 

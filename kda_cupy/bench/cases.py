@@ -51,6 +51,8 @@ class Case:
     """Tokens that the commit keeps; 0 where there is none."""
     norm: bool = False
     """With the fused output norm."""
+    plain_windows: bool = False
+    """Conv windows of a verify that hold each raw input up to three times; else they slide and hold it once."""
 
     @property
     def gate(self) -> str:

@@ -23,7 +23,15 @@ from kda_cupy.bench.run import Run
 from kda_cupy.bench.timing import WORKLOADS
 
 
-@click.group()
+@click.group(
+    short_help="Measure the operations on this machine.",
+    epilog=examples(
+        "kda-cupy bench decode --preset kimi-k3-tp8",
+        "kda-cupy bench round --tokens 4,8 --accept 2",
+        "kda-cupy bench suite --quick",
+        "kda-cupy bench compare before.json after.json",
+    ),
+)
 def bench() -> None:
     """Measure the operations on this machine.
 
@@ -37,7 +45,14 @@ def bench() -> None:
 bench.add_command(host)
 
 
-@bench.command()
+@bench.command(
+    epilog=examples(
+        "kda-cupy bench decode",
+        "kda-cupy bench decode --preset kimi-k3-tp8 --batch 1,8,64 --json decode.json",
+        "kda-cupy bench decode --heads 16 --value-heads 32 --op gdn --dtype float16",
+        "kda-cupy bench decode --peer fla --peer examples/peer_in_plain_torch.py",
+    )
+)
 @options.preset(list(cases.PRESETS))
 @options.HEADS
 @click.option("--head-dim", type=options.POSITIVE, help="K, a multiple of 4. [default: 128]")
@@ -51,6 +66,7 @@ bench.add_command(host)
     type=options.BATCHES,
     help="Rows. [default: 1,8,32,64,256; NumPy: 1,2,4,8]",
 )
+@options.PEER
 @options.RUN
 def decode(
     *,
@@ -75,10 +91,11 @@ def decode(
 
 
 @bench.command(
+    short_help="Time the verify of draft tokens.",
     epilog=examples(
         "kda-cupy bench step --preset kimi-k3-tp8 --preset qwen3-next",
         "kda-cupy bench step --no-norm --batch 1,8,64 --json step.json",
-    )
+    ),
 )
 @options.preset(list(cases.PRESETS))
 @options.HEADS
@@ -124,7 +141,7 @@ def step(
     epilog=examples(
         "kda-cupy bench verify --preset kimi-k3-tp8 --tokens 1,2,4,8,16 --plot t.png",
         "kda-cupy bench verify --mode rings --mode snapshots --norm --batch 64",
-    )
+    ),
 )
 @options.SPECULATION
 @options.RUN
@@ -133,7 +150,14 @@ def verify(**arguments: Any) -> None:
     _speculation("verify", None, **arguments)
 
 
-@bench.command(name="round")
+@bench.command(
+    name="round",
+    short_help="Time a verify and the commit behind it.",
+    epilog=examples(
+        "kda-cupy bench round --preset kimi-k3-tp8 --batch 1,8,64",
+        "kda-cupy bench round --tokens 8 --accept 4 --mode snapshots --json -",
+    ),
+)
 @options.SPECULATION
 @click.option(
     "--accept",
@@ -218,12 +242,13 @@ def _speculation(
     tokens: tuple[int, ...],
     modes: tuple[str, ...],
     norm: bool,
+    plain_windows: bool,
     batches: tuple[int, ...] | None,
     **run: Any,
 ) -> None:
     if accept is not None and accept > min(tokens):
         raise click.UsageError(f"--accept {accept}: of {min(tokens)} tokens only {min(tokens)} can be kept")
-    changes = {"dtype": dtype, "operation": operation, "norm": norm}
+    changes = {"dtype": dtype, "operation": operation, "norm": norm, "plain_windows": plain_windows}
     shapes = _shapes(presets, heads, value_heads, gate, changes)
     with Run(**run) as measured:
         shapes = measured.scaled(shapes, keep=heads is not None)
@@ -273,7 +298,9 @@ def _shapes(
 RECORD: Final = click.Path(exists=True, dir_okay=False, path_type=Path)
 
 
-@bench.command()
+@bench.command(
+    epilog=examples("kda-cupy bench show record.json", "kda-cupy bench show record.json --compact | less")
+)
 @click.argument("record", type=RECORD)
 @click.option("--compact", is_flag=True, help="One table an operation instead of one a geometry.")
 def show(record: Path, compact: bool) -> None:
@@ -284,6 +311,7 @@ def show(record: Path, compact: bool) -> None:
 
 @bench.command(
     name="compare",
+    short_help="Show what changed between two records.",
     epilog=examples(
         "kda-cupy bench suite --json before.json   # then change something",
         "kda-cupy bench suite --json after.json",
@@ -325,7 +353,8 @@ def compare_records(a: Path, b: Path, threshold: float, changed: bool) -> None:
     name="report",
     epilog=examples(
         "kda-cupy report kda-cupy-suite-20261201T040000.json | less",
-        "kda-cupy report record.json --html report.html --markdown report.md --plot report.png",
+        "kda-cupy report record.json --html report.html",
+        "kda-cupy report record.json --markdown report.md --plot report.png",
     ),
 )
 @click.argument("record", type=RECORD)

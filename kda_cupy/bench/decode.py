@@ -56,15 +56,21 @@ class PackedDecode:
     """B rows, each in a slot of ``state`` [P, HV, V, K]."""
 
     def __init__(
-        self, case: Case, memory: Memory, state: Any, rotation: Rotation, rng: np.random.Generator
+        self,
+        case: Case,
+        memory: Memory,
+        state: Any,
+        rotation: Rotation,
+        rng: np.random.Generator,
+        make: Callable[[Case, int, np.random.Generator], Inputs] = make_inputs,
     ) -> None:
-        self._case, self._memory, self._state, self._rotation, self._rng = case, memory, state, rotation, rng
-        self._inputs = make_inputs(case, case.B + 1, rng)
+        self.case, self.memory, self.state, self._rotation, self._rng = case, memory, state, rotation, rng
+        self.inputs = make(case, case.B + 1, rng)
         self._operation = partial(OPERATIONS[case.op], lower_bound=case.lower_bound)
 
     def judge(self) -> Verdict:
         """Run it once, with a row of padding added, and compare with the float64 truth."""
-        case, inputs, state, (place, fetch, _) = self._case, self._inputs, self._state, self._memory
+        case, inputs, state, (place, fetch, _) = self.case, self.inputs, self.state, self.memory
         padding, rows, slots = choose_rows(case, state, self._rng, compared=JUDGED_ROWS)
         before = random_state(case, len(rows), self._rng)
         for slot, values in zip(slots[rows].tolist(), before, strict=True):
@@ -87,17 +93,17 @@ class PackedDecode:
 
     @cached_property
     def _slots(self) -> list[Any]:
-        slots = group_slots(self._case, self._state, self._rotation.groups, self._rng)
-        return list(self._memory.place(slots))  # a view a launch
+        slots = group_slots(self.case, self.state, self._rotation.groups, self._rng)
+        return list(self.memory.place(slots))  # a view a launch
 
     def parts(self) -> list[Part]:
         """The one operation."""
-        operands = [self._memory.place(each) for each in self._inputs.rows(slice(self._case.B))]
-        out = self._memory.zeros((self._case.B, 1, self._case.HV, self._case.V), operands[0].dtype)
-        eager = partial(self._operation, *operands, self._state, out=out)
+        operands = [self.memory.place(each) for each in self.inputs.rows(slice(self.case.B))]
+        out = self.memory.zeros((self.case.B, 1, self.case.HV, self.case.V), operands[0].dtype)
+        eager = partial(self._operation, *operands, self.state, out=out)
         bound = [bind(eager.func, *eager.args, each, **eager.keywords) for each in self._slots]
         part = Part(
-            case=self._case,
+            case=self.case,
             calls=bound,
             eager=partial(eager, self._slots[0]),
             bound=bound[0],
@@ -109,4 +115,4 @@ class PackedDecode:
 
     def yardsticks(self, moves: str) -> list[list[Call]]:
         """Of the same slots."""
-        return [list(form) for form in state_yardsticks(moves, self._state, self._slots)]
+        return [list(form) for form in state_yardsticks(moves, self.state, self._slots)]

@@ -55,7 +55,7 @@ def _draw(record: Record, panels: list[tuple[Draw, str]], *, roof: bool) -> Any:
 
     timed = [row for row in record.rows if row.median_us]
     speed = best_speed(timed)
-    columns = grouped(timed, lambda row: row.operation)
+    columns = grouped(timed, lambda row: row.table)
     lines = [each for each in panels if any(_shows(rows, *each) for rows in columns.values())]
     roof = roof and speed > 0
     figure: Any = Figure(
@@ -147,7 +147,7 @@ def _lines(axes: Any, rows: list[Row], along: str) -> list[tuple[list[Row], list
     axes.set_xticks([], minor=True)
     requests = "requests N" if rows[0].mode else "rows B"
     axes.set_xlabel(requests if along == "B" else "tokens of a request t")
-    axes.set_title(f"{rows[0].operation}: {common}", fontsize="small", wrap=True)
+    axes.set_title(f"{rows[0].table}: {common}", fontsize="small", wrap=True)
     if len(named) > len(shown):
         axes.plot([], [], " ", label=f"and {len(named) - len(shown)} more in the record")
     return [

@@ -223,8 +223,18 @@ def render_host(rows: list[HostRow]) -> Table:
     return table
 
 
-@click.command()
-@click.option("--preset", type=click.Choice(list(PRESETS)), default=DEFAULT_PRESET, show_default=True)
+@click.command(
+    short_help="Time what a call costs the CPU.",
+    epilog="\b\nExamples:\n  kda-cupy bench host\n  kda-cupy bench host --preset qwen3-next --batch 64 --json",
+)
+@click.option(
+    "--preset",
+    type=click.Choice(list(PRESETS)),
+    metavar="NAME",
+    default=DEFAULT_PRESET,
+    show_default=True,
+    help=f"A model's heads, dims and gate: {', '.join(PRESETS)}.",
+)
 @click.option("--batch", "B", type=click.IntRange(1, 1024), default=8, show_default=True, help="Rows.")
 @click.option("--device", type=click.IntRange(min=0), default=0, show_default=True, help="Number of the GPU.")
 @click.option(

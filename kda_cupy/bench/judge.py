@@ -49,18 +49,20 @@ def choose_rows(case: Case, state: Any, rng: np.random.Generator, *, compared: i
     )
 
 
+def bounds_of(case: Case) -> tuple[float, float]:
+    """What the errors of output and state may be at most."""
+    if case.t == 1:
+        return OUT_BOUNDS[case.dtype], STATE_BOUND
+    return max(OUT_BOUNDS[case.dtype], CHAINED_BOUND), CHAINED_BOUND
+
+
 def verdict(case: Case, error_out: float, error_state: float, *, complaints: tuple[str, ...] = ()) -> Verdict:
     """Compare with the bounds; NaN is above any. Other complaints are added; empty ones are none."""
-    chained = case.t > 1
-    bounds = {
-        "out": max(OUT_BOUNDS[case.dtype], CHAINED_BOUND if chained else 0.0),
-        "state": CHAINED_BOUND if chained else STATE_BOUND,
-    }
-    errors = {"out": error_out, "state": error_state}
+    measured = zip(("out", "state"), (error_out, error_state), bounds_of(case), strict=True)
     found = [
-        f"error of {name} is {error:.3g}, above {bounds[name]:.3g}"
-        for name, error in errors.items()
-        if not error <= bounds[name]
+        f"error of {name} is {error:.3g}, above {bound:.3g}"
+        for name, error, bound in measured
+        if not error <= bound
     ]
     return Verdict(error_out, error_state, "; ".join([*found, *filter(None, complaints)]))
 

@@ -11,16 +11,9 @@ from kda_cupy.bench.record import Row
 #: Fields that can tell two rows apart, and how they are said.
 FIELDS: Final = {
     "op": "{}", "H": "H={}", "HV": "HV={}", "K": "K={}", "V": "V={}", "t": "t={}", "accept": "n={}",
-    "mode": "{}", "B": "N={}", "dtype": "{}", "gate": "{} gate", "norm": "",
+    "mode": "{}", "B": "N={}", "dtype": "{}", "gate": "{} gate", "norm": "", "form": "{}",
+    "plain_windows": "plain windows", "peer": "{}",
 }  # fmt: skip
-
-
-WORK: Final = {
-    "decode": "packed decode",
-    "step": "whole decode step",
-    "chain": "step unfused (convolution, then packed decode)",
-}
-"""Operations that are called something longer in a title."""
 
 
 def grouped(rows: Iterable[Row], key: Callable[[Row], Any]) -> dict[Any, list[Row]]:
@@ -33,18 +26,20 @@ def grouped(rows: Iterable[Row], key: Callable[[Row], Any]) -> dict[Any, list[Ro
 
 def title_of(row: Row) -> str:
     """Operation and geometry: what the rows of one full table have in common."""
-    work = WORK.get(row.operation, row.operation)
+    work = "packed decode" if row.operation == "decode" else row.table
     mode = f" with {row.mode}" if row.mode else ""
     dims = "" if row.mode else f"K={row.K}, V={row.V}, "
-    norm = ", output norm" if row.norm else ""
-    return f"{row.op} {work}{mode}: H={row.H}, HV={row.HV}, {dims}{row.dtype}, {row.gate} gate{norm}"
+    norm = ", output norm" if row.norm and not row.form else ""
+    windows = ", plain windows" if row.plain_windows else ""
+    return f"{row.op} {work}{mode}: H={row.H}, HV={row.HV}, {dims}{row.dtype}, {row.gate} gate{norm}{windows}"
 
 
 def names_of(row: Row) -> str:
     """What tells a row from the others of its table."""
-    t = f"t={row.t}, " if row.mode else ""
+    t = f"t={row.t}, " if row.mode else f"{row.form}, " if row.form else ""
     n = f"n={row.accept}, " if row.accept else ""
-    return f"{t}{n}{'N' if row.mode else 'B'}={row.B}"
+    peer = f"{row.peer}, " if row.peer else ""
+    return f"{peer}{t}{n}{'N' if row.mode else 'B'}={row.B}"
 
 
 def series(rows: list[Row], along: str) -> tuple[str, dict[str, list[Row]]]:
@@ -82,7 +77,11 @@ def words(row: Row, names: Iterable[str], *, always: bool = False) -> str:
 def _word(row: Row, name: str, *, always: bool) -> str:
     value = getattr(row, name)
     if name == "norm":
+        if row.form:
+            return ""  # which says it
         return "with output norm" if value else "no norm" if always else ""
+    if name == "peer":
+        return value or ("kda_cupy" if always else "")
     if name == "HV":
         return f"HV={value}" if value != row.H else ""
     if name in "KV" and value == 128 and not always:

@@ -11,8 +11,10 @@ from typing import Any, Final, TypeVar
 import click
 
 from kda_cupy.bench import cases, figure
+from kda_cupy.bench.peers import PEERS, Peer, find
 from kda_cupy.bench.timing import MIN_REPEATS
 from kda_cupy.dtypes import C_NAMES
+from kda_cupy.exit_codes import REFUSED
 from kda_cupy.ops.mtp_checks import MAX_TOKENS
 
 Function = TypeVar("Function", bound=Callable[..., Any])
@@ -27,7 +29,7 @@ POSITIVE: Final = click.IntRange(min=1)
 class Refused(click.ClickException):
     """Ends the command with one sentence and exit code 2."""
 
-    exit_code = 2
+    exit_code = REFUSED
 
 
 class Numbers(click.ParamType):  # type: ignore[type-arg,unused-ignore]
@@ -121,6 +123,33 @@ def preset(names: list[str], default: str = cases.DEFAULT_PRESET) -> Callable[[A
     )
 
 
+def peers_named(ctx: click.Context, param: click.Parameter, names: tuple[str, ...]) -> tuple[Peer, ...]:
+    """Find them, and refuse before the measurement what is not there."""
+    found = []
+    for name in dict.fromkeys(names):
+        try:
+            peer = find(name)
+        except LookupError as cause:
+            raise click.BadParameter(str(cause.args[0]), ctx, param) from None
+        except Exception as cause:  # of the file, whatever it does
+            raise Refused(f"--peer {name}: {type(cause).__name__}: {cause}") from None
+        try:
+            peer.versions()
+        except ImportError as cause:
+            raise Refused(f"--peer {name}: {cause}") from None
+        found.append(peer)
+    return tuple(found)
+
+
+PEER: Final = click.option(
+    "--peer",
+    "peers",
+    multiple=True,
+    metavar="NAME",
+    callback=peers_named,
+    help=f"Measure another implementation too: {', '.join(PEERS)}, or a file.py with a PEER in it; may be "
+    "repeated.",
+)
 HEADS: Final = together(
     click.option("--heads", type=POSITIVE, help="H, query and key heads; instead of a preset."),
     click.option("--value-heads", type=POSITIVE, help="HV, a multiple of H. [default: as --heads]"),
@@ -181,6 +210,11 @@ SPECULATION: Final = together(
         help="What the verify leaves for the commit; may be repeated.",
     ),
     click.option("--norm", is_flag=True, help="With the fused output norm."),
+    click.option(
+        "--plain-windows",
+        is_flag=True,
+        help="Conv windows [rows, t, 3, channels], instead of windows that slide over raw inputs.",
+    ),
     click.option(
         "--batch",
         "batches",

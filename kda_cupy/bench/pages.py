@@ -74,6 +74,7 @@ _COLUMNS: Final[dict[str, Callable[[Row], str]]] = {
     "bound us": lambda row: render.three_digits(row.host_bound_us),
     "error of out": lambda row: render.error_text(row.error_out),
     "error of state": lambda row: render.error_text(row.error_state),
+    "apart": lambda row: render.error_text(row.difference),
 }
 
 

@@ -54,7 +54,7 @@ class Row:
     """Rows (decode) or requests."""
     dtype: str
     operation: str = "decode"
-    """``"decode"``, ``"verify"``, ``"commit"`` or ``"round"`` (a verify and a commit)."""
+    """``"decode"``; ``"step"`` or ``"chain"`` (the step unfused); ``"verify"``, ``"commit"`` or ``"round"`` (both)."""
     t: int = 1
     """Tokens of a request."""
     mode: str = ""
@@ -63,11 +63,17 @@ class Row:
     """Tokens that the commit keeps; 0 where there is none."""
     norm: bool = False
     """With the fused output norm."""
+    plain_windows: bool = False
+    """Conv windows of a verify that hold each raw input up to three times; else they slide and hold it once."""
+    peer: str = ""
+    """Whose implementation; empty for this package's."""
     status: str = "timed"
     """``"timed"``, ``"wrong"`` (an error above its bound, so not timed) or ``"skipped"`` (no memory)."""
     note: str = ""
     error_out: float | None = None
     error_state: float | None = None
+    difference: float | None = None
+    """Of a peer's results from this package's, relative: the larger of output and state."""
     median_us: float | None = None
     p95_us: float | None = None
     min_us: float | None = None
@@ -106,6 +112,17 @@ class Row:
         return tuple([getattr(self, name) for name in _IDENTITY])
 
     @property
+    def table(self) -> str:
+        """The operation beside which it is shown: a chain stands beside its step."""
+        return "step" if self.operation == "chain" else self.operation
+
+    @property
+    def form(self) -> str:
+        """Of a step ``"fused"`` or ``"normed"``, of a chain its name; nothing for other operations."""
+        names = {"step": "normed" if self.norm else "fused", "chain": "chain"}
+        return names.get(self.operation, "")
+
+    @property
     def gb_per_s(self) -> float | None:
         """Of the operation: ``bytes_moved`` over the median."""
         return self.bytes_moved / self.median_us / 1e3 if self.bytes_moved and self.median_us else None
@@ -125,7 +142,7 @@ class Row:
     @property
     def is_slow(self) -> bool:
         """A decode at less than half the speed of the yardstick, which does all of its work but the arithmetic."""
-        return self.operation == "decode" and self.ratio is not None and self.ratio > 2
+        return self.operation == "decode" and not self.peer and self.ratio is not None and self.ratio > 2
 
     def flat(self) -> dict[str, Any]:
         """All but the samples, and what follows from them: a line of a CSV file."""
@@ -134,7 +151,7 @@ class Row:
 
 
 _IDENTITY: Final = tuple(
-    name for name in (*(each.name for each in fields(Case)), "gate") if name != "lower_bound"
+    name for name in (*(each.name for each in fields(Case)), "gate", "peer") if name != "lower_bound"
 )
 
 

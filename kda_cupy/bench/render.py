@@ -46,11 +46,16 @@ def _ratio(row: Row) -> str:
     return three_digits(row.ratio) + "!" * row.is_slow
 
 
+_ASCII: Final = str.maketrans({"─": "-", "±": "~"})
+"""For a pipe or terminal that knows no more."""
+
 #: Heading and cell of each column of the table; a column without any value is left out.
 _COLUMNS: Final[dict[str, Callable[[Row], str]]] = {
+    "form": lambda row: row.form or "-",
     "t": lambda row: str(row.t) if row.mode else "-",
     "n": lambda row: str(row.accept) if row.accept else "-",
     "B": lambda row: str(row.B),
+    "by": lambda row: row.peer,
     "us": lambda row: three_digits(row.median_us),
     "p95": lambda row: three_digits(row.p95_us),
     "GB/s": lambda row: three_digits(row.gb_per_s),
@@ -60,6 +65,7 @@ _COLUMNS: Final[dict[str, Callable[[Row], str]]] = {
     "\nbound": lambda row: three_digits(row.host_bound_us),
     "error\nout": lambda row: error_text(row.error_out),
     "\nstate": lambda row: error_text(row.error_state),
+    "apart": lambda row: error_text(row.difference),
 }
 
 
@@ -72,11 +78,16 @@ def _plain_table() -> Table:
 def _table(rows: list[Row]) -> Table:
     table = _plain_table()
     columns = {heading: [cell(row) for row in rows] for heading, cell in _COLUMNS.items()}
-    shown = {heading: cells for heading, cells in columns.items() if set(cells) != {"-"}}
+    shown = {heading: cells for heading, cells in columns.items() if set(cells) - {"-", ""}}
+    if "by" in shown:
+        shown["by"] = [name or "ours" for name in shown["by"]]
+        for heading in ("p95", "GB/s"):  # there is no room for all; the record has them
+            shown.pop(heading, None)
     rows_are = "N" if rows[0].mode else "B"
     for heading in shown:
         name = rows_are if heading == "B" else heading.format(yardstick=rows[0].yardstick)
-        table.add_column(name, justify="right", no_wrap=True, vertical="bottom")
+        side: Any = "left" if heading == "form" else "right"
+        table.add_column(name, justify=side, no_wrap=True, vertical="bottom")
     for line in zip(*shown.values(), strict=True):
         table.add_row(*line)
     return table
@@ -89,7 +100,12 @@ def _page(file: IO[str]) -> Iterator[Console]:
     console = Console(file=text, highlight=False, force_terminal=file.isatty())
     console.width = max(console.width, WIDTH)
     yield console
-    file.writelines(f"{line.rstrip()}\n" for line in text.getvalue().splitlines())
+    lines = [f"{line.rstrip()}\n" for line in text.getvalue().splitlines()]
+    try:
+        "".join(lines).encode(getattr(file, "encoding", None) or "utf-8")
+    except UnicodeEncodeError:
+        lines = [line.translate(_ASCII).encode("ascii", "replace").decode() for line in lines]
+    file.writelines(lines)
 
 
 def print_record(record: Record, file: IO[str]) -> None:
@@ -134,7 +150,7 @@ class Compact(NamedTuple):
 def compact(rows: list[Row], most: int = len(COMPACT_BATCHES)) -> list[Compact]:
     """A table an operation; of many batch sizes, some from the smallest to the largest."""
     tables = []
-    for operation, same in grouped(rows, lambda row: row.operation).items():
+    for operation, same in grouped(rows, lambda row: row.table).items():
         common, lines = series(same, "B")
         batches = sorted({row.B for row in same})
         shown = batches
@@ -169,7 +185,7 @@ def print_changes(changes: list[Change], file: IO[str], *, only_changed: bool = 
     with _page(file) as console:
         shown = [change for change in changes if not (only_changed and change.verdict == "same")]
         by_identity = {change.row.identity: change for change in shown}
-        for operation, rows in grouped([change.row for change in shown], lambda row: row.operation).items():
+        for operation, rows in grouped([change.row for change in shown], lambda row: row.table).items():
             common, lines = series(rows, "B")
             console.print(f"{operation}: {common}", style="bold")
             table = _plain_table()
@@ -207,6 +223,10 @@ def _changed(change: Change) -> list[str]:
 def caption(record: Record) -> list[str]:
     """What the numbers are: machine, method, meaning of the columns, kernels, versions."""
     lines = method(record)
+    if any(row.peer for row in record.rows):
+        lines.append("apart: the larger of the differences of output and state from kda_cupy's, relative.")
+        peers = record.environment.get("peers")
+        lines += [f"{name}: {words}." for name, words in (peers if isinstance(peers, dict) else {}).items()]
     kernels = {(row.variant, row.registers, row.source_digest) for row in record.rows if row.registers}
     for variant, registers, digest in sorted(kernels):
         lines.append(f"{variant}, {registers} registers, source {digest[:8]}.")
@@ -234,6 +254,15 @@ def method(record: Record) -> list[str]:
         lines.append(
             "round: all slots are verified, then the first of them is committed; its state is out of L2 by then."
         )
+    layouts = {row.plain_windows for row in record.rows if row.mode}
+    if False in layouts:
+        lines.append("Conv windows slide over raw inputs [rows, t + 2, channels]: each is written once.")
+    if True in layouts:
+        lines.append("Plain windows [rows, t, 3, channels]: each raw input is written up to three times.")
+    if any(row.operation == "chain" for row in record.rows):
+        lines.append("chain: causal_conv1d_update, then the packed decode; never an output norm.")
+    if any(row.form == "normed" for row in record.rows):
+        lines.append("normed: the whole step fused into one launch, output norm included.")
     if any(row.accept for row in record.rows):
         lines.append("n: tokens of a request that the commit keeps.")
     if any(row.is_slow for row in record.rows):

@@ -4,11 +4,11 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any, Final
+from typing import IO, Any
 
 import click
 
@@ -16,13 +16,12 @@ from kda_cupy import environment, sources
 from kda_cupy.bench import figure, render
 from kda_cupy.bench.cases import Case
 from kda_cupy.bench.options import STDOUT, Refused
+from kda_cupy.bench.peers import Peer
 from kda_cupy.bench.record import Record, make_row
 from kda_cupy.bench.timing import GpuTimer, HostTimer
 from kda_cupy.errors import KdaError
+from kda_cupy.exit_codes import INTERRUPTED, WRONG
 from kda_cupy.gpu import choose_backend
-
-INTERRUPTED: Final = 130
-"""Exit code of a command that Ctrl-C ended."""
 
 
 @dataclass(frozen=True)
@@ -76,18 +75,19 @@ class Run:
         device: int | None,
         repeats: int,
         warm: bool,
+        peers: Sequence[Peer] = (),
         view: Callable[[Record, IO[str]], None] = render.print_record,
         **outputs: Path | None,
     ) -> None:
         self._outputs, self._view = Outputs(**outputs), view
         try:
-            self._timer = _timer(backend, device, warm, repeats)
+            self._timer = _timer(backend, device, warm, repeats, peers)
         except KdaError as refusal:
             raise Refused(f"{refusal.code}: {refusal}") from None
         self.on_numpy = isinstance(self._timer, HostTimer)
         self._wanted = self._done = 0
         self._record = Record(
-            environment.collect([] if self.on_numpy else [device or 0]),
+            environment.collect([] if self.on_numpy else [device or 0]) | _told_of(peers),
             self._timer.protocol,
             kernel_digests={name: sources.digest(name) for name in sources.kernel_names()},
         )
@@ -125,7 +125,7 @@ class Run:
         if interrupted:
             raise click.exceptions.Exit(INTERRUPTED)
         if cause is None and any(row.status != "timed" for row in record.rows):
-            raise click.exceptions.Exit(1)
+            raise click.exceptions.Exit(WRONG)
 
     def _show_and_write(self) -> None:
         self._view(self._record, self._outputs.table)
@@ -135,18 +135,35 @@ class Run:
             raise Refused(f"{failed}; the table above is all that is left of this run") from None
 
 
-def _timer(backend: str, device: int | None, warm: bool, repeats: int) -> GpuTimer | HostTimer:
+def _timer(
+    backend: str, device: int | None, warm: bool, repeats: int, peers: Sequence[Peer]
+) -> GpuTimer | HostTimer:
     """Choose the backend; on stderr, say which it is and why. Asking for a certain GPU is asking for CUDA."""
     backend, why = choose_backend("cuda" if backend == "auto" and device is not None else backend)
     click.echo(f"backend: {'numpy, on small shapes' if backend == 'numpy' else 'cuda'} ({why})", err=True)
     if backend == "numpy":
         if device is not None or warm:
             raise click.UsageError("--device and --warm mean nothing on the NumPy backend")
-        return HostTimer(repeats=repeats)
+        strangers = [peer.name for peer in peers if not peer.on_cpu]
+        if strangers:
+            raise Refused(f"--peer {strangers[0]} needs a GPU, and this is the NumPy backend")
+        return HostTimer(repeats=repeats, peers=peers)
     try:
-        return GpuTimer(device or 0, warm=warm, repeats=repeats)
+        return GpuTimer(device or 0, warm=warm, repeats=repeats, peers=peers)
     except ValueError as cause:
         raise click.BadParameter(str(cause), param_hint="--device") from None
+
+
+def _told_of(peers: Sequence[Peer]) -> dict[str, Any]:
+    """Versions and remarks, for the record."""
+    if not peers:
+        return {}
+    versions = {peer.name: ", ".join(" ".join(each) for each in peer.versions().items()) for peer in peers}
+    return {
+        "peers": {
+            peer.name: versions[peer.name] + (f"; {peer.remark}" if peer.remark else "") for peer in peers
+        }
+    }
 
 
 @contextmanager

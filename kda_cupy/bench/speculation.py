@@ -120,14 +120,21 @@ class Speculation:
         self._case, self._memory, self._state, self._rotation, self._rng = case, memory, state, rotation, rng
         inputs = self._inputs = make_inputs(case, case.B + 1, rng)
         kind, P, t, C = inputs.projection.dtype, len(state), case.t, sum(channels_of(case))
-        step_bytes = C * kind.itemsize + (case.slot_bytes if case.mode == "snapshots" else 0)
+        step_bytes = (3 if case.plain_windows else 1) * C * kind.itemsize + (
+            case.slot_bytes if case.mode == "snapshots" else 0
+        )
         self._scratch_groups = rotation.scratch_groups(case.B * t * step_bytes)
         rows = self._scratch_groups * case.B + 1
         # Channels are neighbours, as engines keep them: [.., 3, C], and the operations see [.., C, 3].
         self._history = memory.zeros((P, 3, C), kind)
         self._history[:] = memory.place(random_array(rng, (3, C)).astype(kind))
         self._scratch: dict[str, Any] = self._by_part(HISTORIES, self._history)
-        windows = slide(memory.zeros((rows, t + 2, C), kind))  # each raw input once, as StatePool keeps them
+        if case.plain_windows:
+            windows = memory.zeros((rows, t, 3, C), kind).swapaxes(2, 3)
+        else:
+            windows = slide(
+                memory.zeros((rows, t + 2, C), kind)
+            )  # each raw input once, as StatePool keeps them
         self._scratch |= dict(zip(WINDOWS, split(windows, channels_of(case), axis=2), strict=True))
         if case.mode == "snapshots":
             self._scratch["intermediate_ssm"] = memory.zeros((rows, t, *state.shape[1:]), np.float32)

@@ -110,7 +110,7 @@ class WholeStep:
     def judge(self) -> Verdict:
         """Run the fused step once, with a row of padding added, and compare with the float64 truth.
 
-        The chain then has to leave the same bits.
+        The chain then has to leave the same bits, and its output is compared as well: the larger error counts.
         """
         case, inputs, state, (place, fetch, _) = self._case, self._inputs, self._state, self._memory
         padding, rows, slots = choose_rows(case, state, self._rng, compared=JUDGED_ROWS)
@@ -135,22 +135,32 @@ class WholeStep:
 
         begin()
         convolve, decode = self._chain(inputs)
+        decode.keywords["out"][:] = place(np.full(decode.keywords["out"].shape, SENTINEL, kind))
         convolve(conv_state_indices=place(slots))
         decode(place(slots))
+        chain_out = fetch(decode.keywords["out"])[:, 0]
         agree = all(
             np.array_equal(fetch(state[slot]), left) and np.array_equal(fetch(self._history[slot]), rolled)
             for slot, left, rolled in zip(compared, got_state, got_history, strict=True)
         )
         own = np.arange(len(rows))
-        want = TRUTHS[case.op](self._operands(inputs.tokens(rows), before, history, own, np.asarray))
-        live = [each for each in want if each is not None]
+        operands = self._operands(inputs.tokens(rows), before, history, own, np.asarray)
+        live = [each for each in TRUTHS[case.op](operands) if each is not None]
+        not_normed = TRUTHS[case.op](operands | {"onorm_gate": None, "onorm_weight": None, "onorm_eps": None})
         windows = np.concatenate([history[:, 1:], inputs.projection[rows][:, None]], axis=1)
         return verdict(
             case,
-            truth.relative_error(got_out[rows], [each.out[0] for each in live]),
+            float(
+                np.max(
+                    [
+                        truth.relative_error(got_out[rows], [each.out[0] for each in live]),
+                        truth.relative_error(chain_out[rows], [each.out[0] for each in not_normed if each]),
+                    ]
+                )
+            ),
             truth.relative_error(got_state, [each.states[0] for each in live]),
             complaints=(
-                padding_complaint(got_out[padding]),
+                padding_complaint(np.concatenate([got_out[padding], chain_out[padding]])),
                 "" if np.array_equal(got_history, windows) else "wrong conv history",
                 "" if agree else "the unfused chain leaves another state",
             ),

@@ -18,7 +18,9 @@ import numpy as np
 
 from kda_cupy.bench import yardstick
 from kda_cupy.bench.cases import Case, random_state
+from kda_cupy.bench.challenge import Met, meet
 from kda_cupy.bench.decode import PackedDecode
+from kda_cupy.bench.peers import Peer
 from kda_cupy.bench.record import Protocol, Row, make_row, summarize
 from kda_cupy.bench.speculation import Speculation
 from kda_cupy.bench.step import WholeStep
@@ -40,6 +42,7 @@ REUSE_L2: Final = 5
 """Times the size of the L2 cache, if that is more."""
 MIN_LAUNCHES: Final = 20
 MIN_REPEATS: Final = 9
+EAGER_CALLS: Final = 2
 HOST_CALLS: Final = 20
 """A sample of host time."""
 HOST_SAMPLES: Final = 15
@@ -62,18 +65,28 @@ class Replayed(NamedTuple):
 
     calls: Sequence[Call]
     times: int
+    eager: int = EAGER_CALLS
+    """Of the calls, before they are captured."""
 
 
 class GpuTimer:
     """Measures on one GPU. The only part of the benchmark that uses CuPy."""
 
     def __init__(
-        self, device: int = 0, *, warm: bool = False, repeats: int, pool_bytes: int = POOL_BYTES
+        self,
+        device: int = 0,
+        *,
+        warm: bool = False,
+        repeats: int,
+        pool_bytes: int = POOL_BYTES,
+        peers: Sequence[Peer] = (),
     ) -> None:
         """Raise NoGpuError without a GPU, and ValueError if there is no such device.
 
         warm: every launch works on the same slots, which may then be in L2. repeats: samples a row, at least 9.
+        peers: measured beside packed decode.
         """
+        self._peers = peers
         cupy = self._cupy = require_gpu()
         count = cupy.cuda.runtime.getDeviceCount()
         if not 0 <= device < count:
@@ -114,30 +127,58 @@ class GpuTimer:
         forms = {name: workload.yardsticks(name) for name in dict.fromkeys(part.yardstick for part in parts)}
         again = rotation.launches // rotation.groups
         asked = [part.calls for part in parts] + [calls for each in forms.values() for calls in each]
+        if self._peers:
+            stage("preparing peers")
+        challenges = [meet(peer, workload, rng) for peer in self._peers if isinstance(workload, PackedDecode)]
+        for each in challenges:
+            self._rehearse(each, rotation.groups)
+        asked_of_peers = [each.calls(rotation.groups) for each in challenges]
         stage("timing")
-        samples = self._replay([Replayed([*calls] * again, rotation.launches) for calls in asked])
+        samples = self._replay(
+            [Replayed([*calls] * again, rotation.launches) for calls in asked]
+            # A peer may allocate: what it needs is there before the capture.
+            + [
+                Replayed(calls * again, rotation.launches, rotation.groups)
+                for calls in asked_of_peers
+                if calls
+            ]
+        )
         check_errors(self._device.id)
-        yardsticks, rest = {}, samples[len(parts) :]
+        of_peers = iter(samples[len(asked) :])
+        yardsticks, rest = {}, samples[len(parts) : len(asked)]
         for name, alternatives in forms.items():
             yardsticks[name], rest = rest[: len(alternatives)], rest[len(alternatives) :]
         reuse_bytes = rotation.groups * case.B * case.slot_bytes
         short = reuse_bytes < self.protocol.reuse_bytes
-        return [
+        alike = {
+            "note": f"only {reuse_bytes / 1e6:.3g} MB of state between two uses of a slot" if short else "",
+            "launches": rotation.launches,
+            "reuse_bytes": reuse_bytes,
+        }
+        rows = [
             make_row(
                 part.case,
                 verdict,
                 **summarize(taken),
                 **_yardstick(part, yardsticks[part.yardstick]),
                 **_kernel(part),
-                note=f"only {reuse_bytes / 1e6:.3g} MB of state between two uses of a slot" if short else "",
+                **alike,
                 bytes_moved=part.bytes_moved,
                 host_eager_us=self._host_us(part.eager, float(np.median(taken))),
                 host_bound_us=self._host_us(part.bound, float(np.median(taken))),
-                launches=rotation.launches,
-                reuse_bytes=reuse_bytes,
             )
             for part, taken in zip(parts, samples[: len(parts)], strict=True)
         ]
+        for met, calls in zip(challenges, asked_of_peers, strict=True):
+            if not calls:
+                rows.append(met.row())
+                continue
+            taken = next(of_peers)
+            measured = {**summarize(taken), **_yardstick(parts[0], yardsticks[parts[0].yardstick]), **alike}
+            host_us = self._host_us(met.eager, float(np.median(taken)))
+            rows.append(met.row(**measured, bytes_moved=parts[0].bytes_moved, host_eager_us=host_us))
+            met.release()
+        return rows
 
     def _state_for(self, case: Case, rng: np.random.Generator) -> Any:
         """A pool [P, HV, V, K] of random data with at least B usable slots; kept for the next case if it will do."""
@@ -164,7 +205,7 @@ class GpuTimer:
         stream = cupy.cuda.Stream(non_blocking=True)
         self._device.synchronize()  # such a stream does not wait for what was queued on the default one
         with stream:
-            graphs = [_capture(stream, each.calls) for each in sequences]
+            graphs = [_capture(stream, each.calls, each.eager) for each in sequences]
             for graph in graphs:
                 graph.launch(stream)  # warm: uploads it, and raises the clocks
             marks = [stream.record()]
@@ -176,6 +217,20 @@ class GpuTimer:
         spans = [1e3 * cupy.cuda.get_elapsed_time(start, end) for start, end in pairwise(marks)]
         n = len(sequences)
         return [[span / each.times for span in spans[i::n]] for i, each in enumerate(sequences)]
+
+    def _rehearse(self, met: Met, groups: int) -> None:
+        """Capture a peer once on a stream of its own: what cannot be captured must not spoil the others' times."""
+        stream = self._cupy.cuda.Stream(non_blocking=True)
+        self._device.synchronize()
+        calls = met.calls(groups)
+        try:
+            with stream:
+                _capture(stream, calls, groups)
+                stream.synchronize()
+        except Exception as cause:  # whatever a stranger's code raises
+            met.give_up(cause)
+        else:
+            met.release()  # memory of that stream is of no use to another
 
     def _host_us(self, call: Call, gpu_us: float) -> float:
         """Wall clock of a call that is not waited for; the queue is emptied before it fills up.
@@ -193,8 +248,8 @@ class GpuTimer:
         return float(np.median(samples))
 
 
-def _capture(stream: Any, calls: Sequence[Call]) -> Any:
-    for call in calls[:2]:
+def _capture(stream: Any, calls: Sequence[Call], eager: int) -> Any:
+    for call in calls[:eager]:
         call()  # eager: what CUDA loads lazily is not loaded during a capture
     stream.begin_capture()
     try:
@@ -235,7 +290,8 @@ def _kernel(part: Part) -> dict[str, Any]:
 class HostTimer:
     """Measures the NumPy backend: enough to see that it works, no yardstick."""
 
-    def __init__(self, *, repeats: int) -> None:
+    def __init__(self, *, repeats: int, peers: Sequence[Peer] = ()) -> None:
+        self._peers = peers
         self.protocol = Protocol("numpy", "plain calls, by wall clock", l2="unknown", repeats=repeats)
 
     def measure(self, case: Case, stage: Stage) -> list[Row]:
@@ -252,7 +308,8 @@ class HostTimer:
         if verdict.complaint:
             return [make_row(case, verdict)]
         stage("timing")
-        return [
+        parts = workload.parts()
+        rows = [
             make_row(
                 part.case,
                 verdict,
@@ -260,8 +317,14 @@ class HostTimer:
                 **_kernel(part),
                 bytes_moved=part.bytes_moved,
             )
-            for part in workload.parts()
+            for part in parts
         ]
+        for peer in self._peers:
+            if isinstance(workload, PackedDecode):
+                met = meet(peer, workload, rng)
+                timed = summarize(self._samples(met.eager)) if met.calls(1) else {}
+                rows.append(met.row(**timed, bytes_moved=parts[0].bytes_moved))
+        return rows
 
     def _samples(self, call: Call) -> list[float]:
         call()

@@ -129,7 +129,7 @@ def test_a_run_from_end_to_end(name, tmp_path):
 
 SPECULATION = {
     "rings": ("--tokens", "4", "--accept", "2"),
-    "snapshots": ("--mode", "snapshots", "--tokens", "3", "--gate", "bounded", "--norm"),
+    "snapshots": ("--mode", "snapshots", "--tokens", "3", "--gate", "bounded", "--norm", "--plain-windows"),
     "warm": ("--warm", "--tokens", "8", "--dtype", "float32", "--mode", "snapshots"),
 }
 #: A verify with rings writes little beside reading the state, and one with snapshots all that SNAP writes.

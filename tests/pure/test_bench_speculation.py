@@ -178,6 +178,33 @@ def test_bytes_follow_the_formulas():
 
 
 @pytest.mark.parametrize("mode", cases.MODES)
+def test_plain_windows_are_right_and_cost_three_inputs_a_token(mode):
+    case = replace(ROUND, mode=mode)
+    plain, sliding = workload(replace(case, plain_windows=True)), workload(case)
+    assert plain.judge().complaint == sliding.judge().complaint == ""
+    for made, slides in ((plain, False), (sliding, True)):
+        for name in speculation.WINDOWS:
+            _, step, _, tap = made._scratch[name].strides
+            assert (step == tap) == slides
+    more = plain.parts()[0].bytes_moved - sliding.parts()[0].bytes_moved
+    assert more == (3 * 12 - (12 + 2 * 4)) * 512 * 2  # 12 tokens of 4 requests, 512 channels, bf16
+
+
+def test_plain_windows_are_named(tmp_path):
+    path = tmp_path / "record.json"
+    options = ["--tokens", 2, "--batch", 1, "--json", path]
+    usual = run("verify", *SMALL_ARGUMENTS, *options)
+    assert "Conv windows slide over raw inputs" in usual.stdout and "lain windows" not in usual.stdout
+    other = run("verify", *SMALL_ARGUMENTS, *options, "--plain-windows")
+    assert other.exit_code == 0, other.output
+    assert "softplus gate, plain windows" in " ".join(other.stdout.split())
+    assert "Plain windows [rows, t, 3, channels]" in other.stdout and "slide" not in other.stdout
+    (row,) = Record.from_json(path.read_text()).rows
+    assert row.plain_windows
+    assert replace(row, plain_windows=False).identity != row.identity
+
+
+@pytest.mark.parametrize("mode", cases.MODES)
 def test_launches_walk_over_slots_and_scratch(mode):
     """Every group has its own slots; scratch rows come back as late as the bytes they take ask for."""
     case = replace(ROUND, mode=mode, B=2)
@@ -266,6 +293,8 @@ R: reads the same state, nothing else.
 ratio: us / yardstick us.
 round: all slots are verified, then the first of them is committed; its state is
 out of L2 by then.
+Conv windows slide over raw inputs [rows, t + 2, channels]: each is written
+once.
 n: tokens of a request that the commit keeps.
 """
 

@@ -1,14 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
 """The whole step in the benchmark, without a GPU: operands, judgement, bytes, rows, the command."""
 
+import io
 from dataclasses import replace
 
 import numpy as np
 import pytest
 from click.testing import CliRunner
 
-from kda_cupy.bench import cases, judge, step, suite
+from kda_cupy.bench import cases, figure, judge, naming, render, step, suite
 from kda_cupy.bench.cases import Case
+from kda_cupy.bench.judge import Verdict
+from kda_cupy.bench.record import Protocol, Record, make_row
 from kda_cupy.bench.workload import Memory, Rotation
 from kda_cupy.cli import main
 
@@ -108,5 +111,78 @@ def test_command_on_numpy():
     arguments = ["bench", "step", "--backend", "numpy", "--preset", "qwen3-next", "--batch", "1,2"]
     done = CliRunner().invoke(main, arguments)
     assert done.exit_code == 0, done.output
-    assert "gdn whole decode step: H=2, HV=4" in done.output
-    assert "gdn step unfused (convolution, then packed decode)" in done.output
+    title = "gdn step: H=2, HV=4, K=128, V=128, bfloat16, softplus gate"
+    assert done.stdout.splitlines().count(title) == 1
+    assert [
+        line.split()[:2] for line in done.stdout.splitlines() if line.startswith(("normed ", "chain "))
+    ] == [[form, B] for B in "12" for form in ("normed", "chain")]
+    assert "chain: causal_conv1d_update, then the packed decode; never an output norm." in done.stdout
+    assert max(map(len, done.stdout.splitlines())) <= 80
+
+
+def rows_of(*cases_):
+    return [make_row(each, median_us=3.0, yardstick_us=2.0, bytes_moved=1000) for each in cases_]
+
+
+def test_step_and_chain_share_the_compact_table_and_its_lines_tell_them_apart():
+    rows = [
+        row
+        for B in (1, 64)
+        for row in rows_of(replace(KDA, B=B), replace(KDA, B=B, operation="chain", norm=False))
+    ]
+    (table,) = render.compact(rows)
+    assert table.title == "step, us and ratio: kda H=1 HV=2 bfloat16 softplus gate"
+    assert [line[0] for line in table.lines] == ["normed", "chain"]
+    assert naming.names_of(rows[1]) == "chain, B=1"
+    assert len({row.identity for row in rows}) == 4
+    (plain,) = render.compact(rows_of(replace(KDA, norm=False), replace(KDA, operation="chain", norm=False)))
+    assert [line[0] for line in plain.lines] == ["fused", "chain"]
+
+
+def test_a_plot_has_one_column_with_a_line_for_each(tmp_path):
+    pytest.importorskip("matplotlib", reason="matplotlib is not installed; pip install 'kda-cupy[plot]'")
+    rows = rows_of(KDA, replace(KDA, operation="chain", norm=False))
+    figure.write_plot(Record({}, Protocol("cuda", "", "cold", 9), rows), tmp_path / "plot.svg")
+    drawn = (tmp_path / "plot.svg").read_text()
+    assert drawn.count("rows B") == 1 and "normed" in drawn and "chain" in drawn
+
+
+@pytest.mark.parametrize("case", [KDA, GDN], ids=str)
+def test_bytes_follow_the_formulas(case):
+    """Counted by hand: B=4, H=1, HV=2, bf16; C=512 channels."""
+    raw = ((256 if case.op == "kda" else 2) + 2) * 2 + 4  # gate, beta, slot
+    state, out = 2 * 2 * 65536, 256 * 2
+    fused, chain = workload(case).parts()
+    assert fused.bytes_moved == 4 * (state + 7 * 512 * 2 + raw + 2 * out)
+    # Without the norm's gate; what the convolution writes, the decode reads.
+    assert chain.bytes_moved == fused.bytes_moved - 4 * out + 4 * 2 * 512 * 2
+
+
+@pytest.mark.parametrize("case", [KDA, GDN], ids=str)
+@pytest.mark.parametrize("norm", [True, False])
+def test_the_output_of_the_chain_is_judged_too(case, norm, monkeypatch):
+    packed = step.PACKED[case.op]
+
+    def louder(*operands, **options):
+        packed(*operands, **options)
+        options["out"][:] *= np.float32(1.01)
+
+    def everywhere(*operands, **options):
+        packed(*operands, **options)
+        options["out"][options["out"] == 0] = 1
+
+    case = replace(case, dtype="float32", norm=norm)
+    monkeypatch.setitem(step.PACKED, case.op, louder)
+    assert workload(case).judge().complaint == "error of out is 0.01, above 2e-06"
+    monkeypatch.setitem(step.PACKED, case.op, everywhere)
+    assert workload(case).judge().complaint == "the output of a padding row is not zero"
+
+
+def test_a_table_of_gpu_times_loses_no_digit():
+    rows = [
+        make_row(replace(KDA, B=256), Verdict(1.66e-3, 8.75e-8), median_us=118.0, p95_us=118.0, bytes_moved=421_000_000,
+                 yardstick_us=104.0, host_eager_us=124.0, host_bound_us=18.3),
+    ]  # fmt: skip
+    file = io.StringIO()
+    render.print_record(Record({"gpus": []}, Protocol("cuda", "", "cold", 9), rows), file)
+    assert "8.75e-8" in file.getvalue() and "\u2026" not in file.getvalue()

@@ -9,12 +9,25 @@ import numpy as np
 import pytest
 
 from kda_cupy import launch
-from kda_cupy.bench import decode, speculation, timing
+from kda_cupy.bench import challenge, decode, speculation, step, timing
 from kda_cupy.bench.cases import Case, random_state
+from kda_cupy.bench.challenge import Comparison
+from kda_cupy.bench.judge import Verdict
+from kda_cupy.bench.peers import Peer
 from kda_cupy.modules import Kernel
 from kda_cupy.pool import StatePool
 
-US = {"verify": 3.0, "commit": 2.0, "packed_decode": 2.5, "R": 1.5, "R wide": 1.25, "RW": 2.0, "SNAP": 4.0}
+US = {
+    "verify": 3.0,
+    "commit": 2.0,
+    "packed_decode": 2.5,
+    "step": 2.25,
+    "conv": 1.0,
+    "R": 1.5,
+    "R wide": 1.25,
+    "RW": 2.0,
+    "SNAP": 4.0,
+}
 DECODE = Case("kda", H=1, HV=2, K=16, V=8, B=3)
 ROUND = Case("kda", H=1, HV=1, B=2, operation="round", t=2, mode="rings", accept=1)
 
@@ -97,7 +110,14 @@ def machine(monkeypatch):
 
     def bind(operation, *operands, **options):
         call = launch.bind(operation, *operands, **options)
-        name = {"kda_decode_mtp": "verify", "kda_commit": "commit"}.get(operation.__name__, "packed_decode")
+        names = {
+            "kda_decode_mtp": "verify",
+            "kda_commit": "commit",
+            "kda_decode_step": "step",
+            "gdn_decode_step": "step",
+            "causal_conv1d_update": "conv",
+        }
+        name = names.get(operation.__name__, "packed_decode")
         kernel = Kernel(None, f"{name}[..]", 64, 0, "0123456789abcdef", 1024)
         return Bound(made, name, call, kernel)
 
@@ -116,7 +136,7 @@ def machine(monkeypatch):
         forms = ("R", "R wide") if moves == "R" else (moves,)
         return [[yardstick(form) for _ in slots] for form in forms]
 
-    for module in (decode, speculation):
+    for module in (decode, speculation, step):
         monkeypatch.setattr(module, "bind", bind)
         monkeypatch.setattr(module, "state_yardsticks", state_yardsticks)
     monkeypatch.setattr(speculation, "read_and_copy", lambda *_: yardstick("SNAP"))
@@ -153,6 +173,21 @@ def test_a_round_apart_and_together(machine, mode, yardstick, best):
     assert rows[0].yardstick_bytes == 2 * 65536 * (1 if mode == "rings" else 3)
     assert rows[0].variant and rows[1].variant and not rows[2].variant
     assert all(row.host_bound_us > 0 and row.host_eager_us > 0 for row in rows)
+
+
+@pytest.mark.parametrize("op", ["kda", "gdn"])
+def test_a_step_beside_its_chain(machine, op):
+    fused, chain = measure(Case(op, H=1, HV=2, B=2, operation="step", norm=True))[0]
+    assert (fused.form, chain.form) == ("normed", "chain")
+    assert (fused.median_us, chain.median_us) == pytest.approx(
+        (2.25, 1.0 + 2.5)
+    )  # of one token, not of one launch
+    assert (fused.ratio, chain.ratio) == pytest.approx((2.25 / 2, 3.5 / 2))
+    assert fused.launches == chain.launches >= 20
+    assert (fused.registers, chain.registers) == (64, 0)  # two kernels have no one number
+    replays = [each[1:] for each in machine.history if isinstance(each, tuple)]
+    n = fused.launches
+    assert replays == [("step", n), ("conv", 2 * n), ("RW", n)] * 10
 
 
 def test_graphs_are_replayed_in_turn_and_only_after_work_of_other_streams(machine):
@@ -219,3 +254,56 @@ def test_host_time_of_long_kernels_takes_fewer_calls(us, samples, machine, monke
     replays = [place for place, each in enumerate(machine.history) if isinstance(each, tuple)]
     behind = machine.history[replays[-1] :]
     assert behind.count("packed_decode") == samples * timing.HOST_CALLS
+
+
+def stand_in(machine, monkeypatch, call):
+    """A peer that is right, and does that when it is called."""
+
+    class Challenge:
+        def __init__(self, peer, workload):
+            pass
+
+        def compare(self, rng):
+            return Comparison(Verdict(1e-3, 1e-7), 2e-3)
+
+        def call(self, group):
+            call()
+
+        def release(self):
+            machine.history.append("released")
+
+    monkeypatch.setattr(challenge, "Challenge", Challenge)
+    monkeypatch.setattr(challenge, "_on_current_stream", lambda call: call())
+
+
+def test_a_peer_takes_its_turn_and_is_all_there_before_it_is_captured(machine, monkeypatch):
+    """What a peer allocates in its first call for a group of slots would be allocated during the capture."""
+    monkeypatch.setitem(US, "peer", 6.0)
+
+    stand_in(machine, monkeypatch, lambda: machine.run("peer"))
+    ours, theirs = measure(DECODE, peers=[Peer("them", print)])[0]
+    assert (ours.peer, theirs.peer, theirs.difference) == ("", "them", 2e-3)
+    assert (ours.median_us, theirs.median_us) == (pytest.approx(2.5), pytest.approx(6.0))
+    assert theirs.ratio == pytest.approx(3.0) and theirs.yardstick_us == ours.yardstick_us
+    assert (theirs.launches, theirs.reuse_bytes) == (ours.launches, ours.reuse_bytes)
+    assert theirs.host_bound_us is None and theirs.host_eager_us > 0
+    replays = [each for each in machine.history if isinstance(each, tuple)]
+    assert replays[2:3] == [("replay", "peer", ours.launches)] and len(replays) == 3 * 10
+    first, graphs = machine.history.index("peer"), machine.history.index(replays[0])
+    groups = ours.reuse_bytes // (DECODE.B * DECODE.slot_bytes)
+    rehearsed = 2 * groups  # eager, and captured on a stream of its own
+    assert machine.history[first:graphs].count("peer") == rehearsed + groups + ours.launches
+    assert machine.history[-1] == "released"
+
+
+def test_a_peer_that_cannot_be_captured_spoils_nothing(machine, monkeypatch):
+    def allocate():
+        if machine.capturing is not None:
+            raise RuntimeError("operation not permitted when stream is capturing\nlong advice")
+
+    stand_in(machine, monkeypatch, allocate)
+    ours, theirs = measure(DECODE, peers=[Peer("them", print)])[0]
+    assert ours.median_us == pytest.approx(2.5) and ours.status == "timed"
+    assert (theirs.peer, theirs.status) == ("them", "skipped")
+    assert theirs.note == "RuntimeError: operation not permitted when stream is capturing"
+    assert machine.history.count("released") == 1 and machine.capturing is None

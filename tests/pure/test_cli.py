@@ -46,7 +46,7 @@ def test_replay_of_something_else(tmp_path: Path) -> None:
     other = tmp_path / "other.npz"
     other.write_bytes(b"no archive")
     result = run("replay", other, "--backend", "numpy")
-    assert result.exit_code == 1 and "no .npz archive" in result.output and "Traceback" not in result.output
+    assert result.exit_code == 2 and "no .npz archive" in result.output and "Traceback" not in result.output
 
 
 def test_replay_on_cuda_without_a_gpu_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -19,6 +19,7 @@ import pytest
 from doc_blocks import GENERATED, PAGES, ROOT, blocks_of, needs_of, run_page
 
 import kda_cupy
+from kda_cupy.bench.options import Refused
 from kda_cupy.cli import main
 
 EVERY_PAGE = [
@@ -71,6 +72,8 @@ def commands() -> list[tuple[str, str]]:
 @pytest.mark.parametrize(("page", "line"), commands())
 def test_a_command_exists_and_takes_these_options(page: str, line: str) -> None:
     words = shlex.split(line, comments=True)
+    if words and words[0] == "eval":
+        words = shlex.split(words[1].removeprefix("$(").removesuffix(")"))
     while words and re.match(r"(export$|[A-Z_]+=)", words[0]):
         words = words[1:]
     for word in ("|", ">", "<"):
@@ -79,7 +82,10 @@ def test_a_command_exists_and_takes_these_options(page: str, line: str) -> None:
         return
     program = words[0].removeprefix("./")
     if program == "kda-cupy":
-        _parse(main, words[1:])
+        try:
+            _parse(main, words[1:])
+        except Refused as refusal:  # a peer whose package is not here was found by its name
+            assert "not installed" in str(refusal)
     elif program in ("pip", "python"):
         known = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
         for extra in re.findall(r"\[(\w+)\]", line):
@@ -92,7 +98,8 @@ def test_a_command_exists_and_takes_these_options(page: str, line: str) -> None:
 
 def _parse(command: click.Command, words: list[str]) -> None:
     """Let click read a command line, and do nothing."""
-    stand_ins = [word if not re.search(r"\.(json|html)$", word) else __file__ for word in words]
+    files = {"json": __file__, "html": __file__, "py": str(ROOT / "examples" / "peer_in_plain_torch.py")}
+    stand_ins = [files.get(word.rpartition(".")[2], word) for word in words]
     context = command.make_context(command.name, stand_ins)
     while isinstance(command, click.Group) and (rest := [*context._protected_args, *context.args]):
         _, command, rest = command.resolve_command(context, rest)
@@ -145,7 +152,7 @@ def test_tables_of_the_page_on_performance_are_those_of_the_newest_records() -> 
     assert set(pages) == {"README.md", "docs/performance.md"}
     text = (ROOT / "docs" / "performance.md").read_text(encoding="utf-8")
     markers = re.findall(r"^<!-- (.+): written from", text, re.MULTILINE)
-    assert set(markers) == {*script["TABLES"], "machine", "every row"}
+    assert set(markers) == {*script["TABLES"], "machine", "every row", "peers"}
     assert script["with_tables"](text, pages["docs/performance.md"]) == text
 
 
@@ -165,6 +172,16 @@ def test_a_record_with_all_operations_has_a_table_for_each() -> None:
     assert [line for line in lines if line.startswith("#")] == ["### decode", "### verify"]
     assert lines.count(head) == 2 and len(lines) == 2 * 5 + 1
     assert lines[-1] == "| verify t=8, rings, H=12 | 1 | 3.00 | 3.50 | 0.50 | 1000 | R | x1.50 | 1.0e-03 |  |"
+
+
+def test_a_record_with_a_peer_has_a_table_of_it() -> None:
+    script = runpy.run_path(str(ROOT / "scripts" / "write_readme_table.py"))
+    ours = {"op": "kda", "H": 12, "HV": 12, "B": 1, "median_us": 3.0, "yardstick_us": 2.0, "status": "timed"}
+    rows = [ours, ours | {"peer": "fla", "median_us": 6.0}]
+    rows += [ours | {"B": 8, "peer": "fla", "median_us": None, "status": "wrong"}]
+    lines = script["peer_table"]({"gpu": "G", "bench": {"rows": rows}}, "r.json", "../").splitlines()
+    assert lines[4] == "| KDA H=12, packed decode | 1 | fla | 6.00 (x3.00) | 3.00 (x1.50) | x2.00 |"
+    assert lines[5] == "| KDA H=12, packed decode | 8 | fla | wrong |  |  |"
 
 
 def test_examples_in_docstrings_run() -> None:

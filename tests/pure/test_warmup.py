@@ -220,7 +220,7 @@ def test_what_cannot_be_done_is_said_before_anything_is_compiled(compiler, argum
 def test_a_folder_that_cannot_be_written_is_said_with_the_way_out(compiler, tmp_path):
     (tmp_path / "file").touch()
     result = run("--preset", "qwen3-next", "--arch", "sm_90", "--into", tmp_path / "file" / "folder")
-    assert result.exit_code == 1
+    assert result.exit_code == 2
     assert "Not a directory" in result.output
     assert "--into names another folder" in result.output
 
