@@ -31,6 +31,17 @@ LAYERS = ("gpu", "compile")
 """Folders under tests/ that mark their tests, so that none can forget to."""
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--minutes", type=float, default=0, help="how long tests/gpu/test_sequences.py plays games"
+    )
+
+
+@pytest.fixture
+def minutes(request: pytest.FixtureRequest) -> float:
+    return float(request.config.getoption("--minutes"))
+
+
 @functools.cache
 def missing_gpu() -> str | None:
     """Why tests of the GPU layer cannot run here, or None if they can."""

@@ -48,6 +48,11 @@ class Buffer:
         """The memory as a NumPy array of bytes; waits for the GPU."""
         return self.backing.copy() if self.library is np else self.backing.get()
 
+    def write(self, value: Any) -> None:
+        """Let the array have other values, and the memory hold those."""
+        self.seen_in(self.before, self.array)[...] = value
+        self.restore()
+
     def restore(self) -> None:
         """Put back what the memory should hold."""
         self.backing[...] = self.library.asarray(self.before)

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import inspect
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import lru_cache
@@ -475,7 +475,7 @@ def _is_undefined(call: Call, before: Operands) -> bool:
     if tracked is not None and set(tracked[tracked >= 0].tolist()) & set(slots[live].tolist()):
         return True
     bounds = before.get("cu_seqlens")
-    if bounds is not None and bounds.ndim == 1:
+    if bounds is not None and bounds.ndim == 1 and bounds.dtype.kind in "iu":
         spans = sorted(
             (a, b) for a, b in zip(bounds[:-1].tolist(), bounds[1:].tolist(), strict=True) if b > a
         )

@@ -212,7 +212,10 @@ def _check_layers(given: Mapping[str, ArrayInfo]) -> tuple[int, dict[str, ArrayI
     layers = given["recurrent_state"].shape[0] if layered else 1
     if not 1 <= layers <= MAX_GRID_Z:
         raise error(
-            "KDA-COMMIT-LAYERS", operand="recurrent_state", got=f"{layers} layers", layers="[layers>=1, ..]"
+            "KDA-COMMIT-LAYERS",
+            operand="recurrent_state",
+            got=f"`recurrent_state` with {layers} layers",
+            layers="[layers>=1, ..]",
         )
     one_layer = {}
     for name, info in given.items():

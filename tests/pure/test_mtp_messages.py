@@ -858,7 +858,8 @@ CASES = [
         "KDA-COMMIT-LAYERS",
         "recurrent_state",
         "Either all arrays of a commit or none must have a layer axis in front: [layers>=1, ..]. "
-        "Got 0 layers. Stack states, scratch and histories of the same layers, or commit one "
+        "Got `recurrent_state` with 0 layers. Stack states, scratch and histories of the same "
+        "layers, or commit one "
         "layer at a time.",
         recurrent_state=lambda c: c.recurrent_state[None][:0],
     ),
