@@ -26,6 +26,9 @@ from kda_cupy.pool.tensor_file import Entry, MalformedError, read_exactly
 
 FORMAT: Final = "kda_cupy.StatePool"
 VERSION: Final = "1"
+HEADER_BYTES: Final = 1 << 20
+SLOT_BYTES: Final = 24
+"""A header that fits a pool has at most so many bytes, and so many for each slot: a number, a comma and a space."""
 
 
 def save(
@@ -70,7 +73,7 @@ def load(
         # Opened so that a pipe cannot make it wait; unbuffered, so that bytes go straight to where they belong.
         descriptor = os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0))
         with os.fdopen(descriptor, "rb", buffering=0) as file:
-            header = tensor_file.read_header(file)
+            header = tensor_file.read_header(file, HEADER_BYTES + SLOT_BYTES * geometry.capacity)
             slots = _check_metadata(header.metadata, geometry)
             if rows not in (None, len(slots)):
                 raise MalformedError(f"{len(slots)} saved slots for {rows} slots of the pool")
