@@ -19,6 +19,7 @@ pytest.register_assert_rewrite(
     "layer_contract",
     "mtp_contract",
     "mtp_problems",
+    "numbers_contract",
     "packed_decode_contract",
     "problems",
     "run_example",

@@ -110,7 +110,8 @@ try:
     cupy.cuda.Device().synchronize()
 except cupy.cuda.runtime.CUDARuntimeError:
     pass
-for name, call in (("allocate", lambda: pool.allocate(1)), ("fork", lambda: pool.fork(1)), ("save", lambda: pool.save(path))):
+calls = {"allocate": lambda: pool.allocate(1), "fork": lambda: pool.fork(1), "save": lambda: pool.save(path)}
+for name, call in calls.items():
     try:
         call()
     except Exception as error:
