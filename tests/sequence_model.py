@@ -440,7 +440,8 @@ class Engine:
         elif now.kind in ("fresh", "nan"):
             if now.kind == "nan":
                 for name in ("recurrent_state", "conv_state"):
-                    self.arrays[name][self.slots[one]] = np.nan
+                    here = self.arrays[name]
+                    here[self.slots[one]] = self.library.asarray(np.full(here.shape[1:], np.nan, here.dtype))
                 self.decode("step", order, spoiled=one)
             self.pool.release(self.slots[one])
             self.slots[one] = int(self.pool.allocate())

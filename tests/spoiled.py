@@ -551,17 +551,20 @@ def make(seed: int, library: ModuleType, variants: int = VARIANTS) -> Call | Non
 
 
 def spoil(
-    seeds: Iterable[int], library: ModuleType, report: Callable[[str], None] | None = None
+    seeds: Iterable[int],
+    library: ModuleType,
+    report: Callable[[str], None] | None = None,
+    variants: int = VARIANTS,
 ) -> Counter[Any]:
     """Make the calls of these numbers. Returns how many came to which end, by the way they were spoiled.
 
-    report: told of a finding, instead of raising it.
+    report: told of a finding, instead of raising it. variants: valid calls of each operation to start from.
     """
     counts: Counter[Any] = Counter()
     for seed in seeds:
         with suppress(KdaError):
             kda_cupy.check_errors()
-        call = make(seed, library)
+        call = make(seed, library, variants)
         if call is None:
             continue
         way = call.story.split("`: ")[1].split(",")[0]

@@ -57,6 +57,6 @@ def test_games_until_the_time_is_up(minutes: float) -> None:
 def test_spoiled_calls_change_nothing_or_are_right() -> None:
     """scripts/spoil.py --backend cuda makes more of them."""
     findings: list[str] = []
-    counts = spoil(range(250), cupy, findings.append)
+    counts = spoil(range(200), cupy, findings.append, variants=3)
     assert not findings, findings[0]
-    assert sum(counts[key] for key in counts if key[0] == "refused") > 100
+    assert sum(counts[key] for key in counts if key[0] == "refused") > 80
