@@ -590,7 +590,7 @@ _PACKED: Final = (
         code="KDA-PACKED-QKV-WIDTH",
         exception=OperandError,
         words="`qk_dim = qkv_dim - HV*V` must be positive and even (got {got})",
-        cure="Pass rows of q, k and v together, 2*H*K + HV*V wide",
+        cure="Pass rows of q, k and v together as `mixed_qkv`, 2*H*K + HV*V wide",
         meaning=(
             "H is inferred from the width of a row: what is left beside the HV*V elements of v belongs half to q and "
             "half to k. HV and V are those of the state."
@@ -616,7 +616,7 @@ _PACKED: Final = (
         code="KDA-PACKED-Q-WIDTH",
         exception=OperandError,
         words="`qk_dim/2` must be a multiple of K={K} (got {got})",
-        cure="Pass q and k of whole heads, as wide as the last axis of the state",
+        cure="Pass q and k of whole heads in `mixed_qkv`, as wide as the last axis of the state",
         meaning=(
             "q and k are H heads of K elements each, and K is the last axis of the state, [P, HV, V, K]. A width "
             "that is no multiple of K has no whole number of heads."
@@ -638,7 +638,7 @@ _PACKED: Final = (
         code="KDA-PACKED-HEADS",
         exception=OperandError,
         words="H >= 1 and HV % H == 0 must hold (got {got})",
-        cure="Pass a projection whose number of query heads divides the value heads of the state",
+        cure="Pass a `mixed_qkv` whose number of query heads divides the value heads of the state",
         meaning=(
             "Value head hv reads q and k of head hv // (HV // H): every query head serves the same number of value "
             "heads, so H must divide HV. H is inferred from the width of a row."
@@ -766,7 +766,10 @@ _VERIFY: Final = (
         code="KDA-VERIFY-TOKENS",
         exception=OperandError,
         words="DSpARK KDA MTP requires a fixed 1 + num_spec dense tokens per request; got {got}",
-        cure="Pass N times as many tokens as a request has, or max_tokens_per_request for lengths that differ",
+        cure=(
+            "Pass N times as many tokens as a request has, `cu_seqlens` being N + 1 long, or max_tokens_per_request "
+            "for lengths that differ"
+        ),
         meaning=(
             "Without max_tokens_per_request every request has t = T / N tokens, so T is a multiple of N. With it, the "
             "lengths come from cu_seqlens on the GPU and T may be anything, as long as there are requests."
@@ -1027,7 +1030,7 @@ _VERIFY: Final = (
         code="KDA-VERIFY-SNAPSHOT-LAYOUT",
         exception=OperandError,
         words="expected intermediate SSM layout [scratch, >={steps}, H, V=128, K=128], float32 and 16-byte-aligned",
-        cure="Allocate one state per scratch row and token, dense in the last three axes",
+        cure="Allocate `intermediate_ssm` with one state per scratch row and token, dense in the last three axes",
         meaning=(
             "A snapshot is the whole state after a token, rows V and columns K, and a commit copies it into the pool. "
             "There must be a step for each token that a request can have. Rows and steps may be apart, by multiples of "
@@ -1106,7 +1109,7 @@ _VERIFY: Final = (
         code="KDA-VERIFY-ONORM-GATE-SHAPE",
         exception=OperandError,
         words="expected output-norm gate shape {shape}",
-        cure="Pass the raw gate of every token and value head",
+        cure="Pass the raw gate of every token and value head as `onorm_gate`",
         meaning=(
             "The output of each token and value head is multiplied, element by element, by the sigmoid of the gate "
             "(KDA) or by its SiLU (GDN)."
@@ -1124,7 +1127,7 @@ _VERIFY: Final = (
         code="KDA-VERIFY-ONORM-WEIGHT-SHAPE",
         exception=OperandError,
         words="expected output-norm weight shape (128,)",
-        cure="Pass the weight of the norm over a head, the same for all heads",
+        cure="Pass the weight of the norm over a head as `onorm_weight`, the same for all heads",
         meaning="The norm runs over the 128 values of one head, and all heads share one weight of that length.",
         when=("The weight was expanded over heads, [HV, 128] or [HV*128].",),
         solutions=("Pass weight[0] of a weight that was expanded.",),
@@ -1136,7 +1139,7 @@ _VERIFY: Final = (
         code="KDA-VERIFY-ONORM-DTYPE",
         exception=OperandError,
         words="expected output-norm gate={activation} and weight=fp32 (or bfloat16)",
-        cure="Pass the gate in the dtype of the activations and the weight in float32 or bfloat16",
+        cure="Pass `onorm_gate` in the dtype of the activations and `onorm_weight` in float32 or bfloat16",
         meaning=(
             "The gate is an activation like the projections and comes in their dtype. The weight is a parameter: "
             "float32, or bfloat16 as checkpoints store it."

@@ -11,7 +11,8 @@ So a kernel made from another version's source, for another GPU or with other op
 short or changed is not loaded; and any number of processes may write to one folder, since equal names mean equal files.
 
 The only folder looked at is the one that ``KDA_CUPY_CUBINS`` names, or else ``cubins`` inside the package. The digest
-tells damage, not malice: who may write there decides what runs on the GPU, as with the package's own files.
+tells damage, not malice: who may write there decides what runs on the GPU, as with the package's own files. So a folder
+or a file that every user of the machine may write to is passed over.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from __future__ import annotations
 import hashlib
 import os
 import re
+import stat
 import tempfile
 import warnings
 from dataclasses import dataclass
@@ -31,6 +33,9 @@ from kda_cupy.config import OPTIONS, KernelConfig
 VARIABLE: Final = "KDA_CUPY_CUBINS"
 PACKAGED: Final = Path(__file__).parent / "cubins"
 """Looked at unless the variable is set."""
+
+MOST_BYTES: Final = 64 << 20
+"""Of one file; kernels have some 20 kB."""
 
 _NAME: Final = re.compile(r"(\w+)\.(sm_\w+)\.([0-9a-f]{16})\.([0-9a-f]{16})\.([0-9a-f]{32})\.cubin")
 _ELF_MAGIC: Final = b"\x7fELF"
@@ -74,12 +79,25 @@ def find(config: KernelConfig, arch: str) -> Path | None:
                 stacklevel=2,
             )
         return None
+    if anybody_may_write(place.stat()):
+        warnings.warn(
+            f"{place} is not used, for every user of this machine may write to it and what is in it runs on the GPU, "
+            f"so kernels are compiled here. chmod o-w {place}",
+            RuntimeWarning,
+            stacklevel=2,
+        )
+        return None
     for path in sorted(place.glob(f"{stem(config, arch)}.*.cubin")):
         complaint = damage(path)
         if not complaint:
             return path
         warn_of(path, complaint)
     return None
+
+
+def anybody_may_write(status: os.stat_result) -> bool:
+    """True where the system knows such permissions and they are given to everybody."""
+    return os.name == "posix" and bool(status.st_mode & stat.S_IWOTH)
 
 
 def warn_of(path: Path, complaint: str) -> None:
@@ -97,6 +115,11 @@ def damage(path: Path) -> str:
     if named is None:
         return "its name is not one that kda-cupy gives"
     try:
+        status = path.stat()
+        if not stat.S_ISREG(status.st_mode) or status.st_size > MOST_BYTES:  # a pipe would make us wait
+            return "it is no file of a kernel's size"
+        if anybody_may_write(status):
+            return "every user of this machine may write to it"
         code = path.read_bytes()
     except OSError as cause:
         return f"it cannot be read ({cause.strerror})"

@@ -50,6 +50,7 @@ RECORD: Final = np.dtype(
     ]
 )
 
+_INT64: Final = np.iinfo(np.int64)
 _records: dict[int, Any] = {}
 _lock = threading.Lock()
 
@@ -77,8 +78,9 @@ def _allocate(device: int) -> Any:
 
 
 def record_on_host(operation: int, operand: int, row: int, value: int, limit: int) -> None:
-    """Note one refused row of the NumPy backend."""
+    """Note one refused row of the NumPy backend. ``value`` may be a difference of two int64, and none itself."""
     record = record_on(HOST)
+    value = min(max(value, _INT64.min), _INT64.max)
     with _lock:
         record["count"] += 1
         if not record["claimed"]:

@@ -8,6 +8,7 @@ change from call to call, so a plan packs them once.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Final, Protocol
@@ -148,4 +149,8 @@ def bind(operation: Callable[..., Any], *operands: Any, **options: Any) -> Bound
     if binder is None:
         known = ", ".join(sorted(each.__name__ for each in _binders))
         raise error("KDA-VALUE-OPERATION", operand="operation", got=repr(operation), known=known)
+    try:  # what the operation would refuse by its signature: a name it does not know, one that is missing
+        inspect.signature(operation).bind(*operands, **options)
+    except TypeError as reason:
+        raise TypeError(f"{operation.__name__}() {reason}") from None
     return binder(*operands, **options)

@@ -8,12 +8,13 @@ and the states after. ``scripts/record_trace.py`` makes them with flash-linear-a
 from __future__ import annotations
 
 import json
+import math
 import zipfile
 import zlib
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, BinaryIO, Final
 
 import numpy as np
 import numpy.typing as npt
@@ -27,6 +28,8 @@ SCHEMA_VERSION: Final = 1
 LAYOUT: Final = "[requests, HV, V, K]"
 _OPERATIONS: Final = ("kda_packed_decode", "gdn_packed_decode")
 _SIZES: Final = ("tokens", "requests", "H", "HV", "K", "V")
+MOST_BYTES: Final = 1 << 30
+"""Of all arrays of a trace, unpacked: a small archive may unpack to a thousand times its size."""
 _UNREADABLE: Final = (
     *(OSError, EOFError, ValueError, KeyError, RuntimeError, zipfile.BadZipFile, zlib.error),
     *(AttributeError, TypeError),  # a plain .npy loads as an array, which is no archive
@@ -84,6 +87,7 @@ def load_trace(path: str | Path) -> Trace:
     """
     with Path(path).open("rb") as file:
         try:
+            _check_sizes(file)
             with np.load(file, allow_pickle=False) as archive:
                 contents = {name: archive[name] for name in archive.files}
         except _UNREADABLE as cause:
@@ -99,6 +103,25 @@ def load_trace(path: str | Path) -> Trace:
                 path, f"{name} is {array.dtype} {list(array.shape)}, its metadata wants float32 {list(shape)}"
             )
     return Trace(**contents, metadata=metadata)
+
+
+def _check_sizes(file: BinaryIO) -> None:
+    """Raise ValueError unless each array takes the bytes that its header says, before anybody allocates by a header."""
+    with zipfile.ZipFile(file) as archive:
+        if sum(member.file_size for member in archive.infolist()) > MOST_BYTES:
+            raise ValueError("more bytes than a trace has")
+        for member in archive.infolist():
+            with archive.open(member) as array:
+                version = np.lib.format.read_magic(array)
+                read = (
+                    np.lib.format.read_array_header_1_0
+                    if version == (1, 0)
+                    else np.lib.format.read_array_header_2_0
+                )
+                shape, _, dtype = read(array)
+                if array.tell() + math.prod(shape) * dtype.itemsize != member.file_size:
+                    raise ValueError("an array of another size than its header says")
+    file.seek(0)
 
 
 def _bad(path: str | Path, problem: str) -> ValueError:

@@ -20,6 +20,7 @@ pytest.register_assert_rewrite(
     "layer_contract",
     "mtp_contract",
     "mtp_problems",
+    "numbers_contract",
     "packed_decode_contract",
     "problems",
     "run_example",
@@ -30,6 +31,17 @@ pytest.register_assert_rewrite(
 
 LAYERS = ("gpu", "compile")
 """Folders under tests/ that mark their tests, so that none can forget to."""
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--minutes", type=float, default=0, help="how long tests/gpu/test_sequences.py plays games"
+    )
+
+
+@pytest.fixture
+def minutes(request: pytest.FixtureRequest) -> float:
+    return float(request.config.getoption("--minutes"))
 
 
 @functools.cache

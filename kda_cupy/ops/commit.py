@@ -212,7 +212,10 @@ def _check_layers(given: Mapping[str, ArrayInfo]) -> tuple[int, dict[str, ArrayI
     layers = given["recurrent_state"].shape[0] if layered else 1
     if not 1 <= layers <= MAX_GRID_Z:
         raise error(
-            "KDA-COMMIT-LAYERS", operand="recurrent_state", got=f"{layers} layers", layers="[layers>=1, ..]"
+            "KDA-COMMIT-LAYERS",
+            operand="recurrent_state",
+            got=f"`recurrent_state` with {layers} layers",
+            layers="[layers>=1, ..]",
         )
     one_layer = {}
     for name, info in given.items():
@@ -239,7 +242,7 @@ def _check_source(one_layer: Mapping[str, ArrayInfo], slots: int, HV: int) -> tu
     check_rings(one_layer, HV=HV, H=None, steps=1, activation=None)
     rawv, rawk = one_layer["replayssm_rawv"], one_layer["replayssm_rawk"]
     if "ring_indices" not in one_layer and rawv.shape[0] != slots:
-        got = f"{rawv.shape[0]} ring rows for a pool of P={slots} slots, and no `ring_indices`"
+        got = f"`{RINGS[0]}` with {rawv.shape[0]} ring rows for a pool of P={slots} slots, and no `ring_indices`"
         layout = f"[slots, H={HV}, L>=1, 128] / [slots, H, L]"
         raise error(
             "KDA-VERIFY-RING-LAYOUT", operand=RINGS[0], got=got, layout=layout, key_heads=rawk.shape[1]
@@ -532,9 +535,6 @@ def _split(arguments: dict[str, Any]) -> tuple[Operands, Options]:
 
 
 def _bind(**arguments: Any) -> BoundCall:
-    unknown = set(arguments) - set(Operands._fields) - set(Options._fields)
-    if unknown:
-        raise TypeError(f"kda_commit() got an unexpected keyword argument {sorted(unknown)[0]!r}")
     call, plan, _ = prepare(*_split({**Options._field_defaults, **arguments}))
     return BoundCall(call, plan.bytes_moved)
 

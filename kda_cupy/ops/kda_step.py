@@ -227,13 +227,7 @@ def kda_decode_step(
     return step_plan.run(call, plan, foreign=foreign, caller=x_q, out_was_given=out is not None)
 
 
-_PARAMETERS: Final = frozenset(kda_decode_step.__kwdefaults__ or ()) | set(Operands._fields)
-
-
 def _bind(**arguments: Any) -> BoundCall:
-    unknown = set(arguments) - _PARAMETERS
-    if unknown:
-        raise TypeError(f"{NAME}() got an unexpected keyword argument {sorted(unknown)[0]!r}")
     call, plan, _ = prepare(*_split({**Options._field_defaults, **arguments}))
     return BoundCall(call, plan.bytes_moved)
 

@@ -255,7 +255,9 @@ def _check_scratch(
         check_rings(named, HV=HV, H=H, steps=steps, activation=activation)
         rows = named["replayssm_rawv"].shape[0]
         if "ring_indices" not in named and rows != slots:
-            got = f"{rows} ring rows for a pool of P={slots} slots, and no `ring_indices`"
+            got = (
+                f"`replayssm_rawv` with {rows} ring rows for a pool of P={slots} slots, and no `ring_indices`"
+            )
             layout = f"[slots, H={HV}, L>={steps}, 128] / [slots, H, L]"
             raise error(
                 "KDA-VERIFY-RING-LAYOUT", operand="replayssm_rawv", got=got, layout=layout, key_heads=H
@@ -565,13 +567,8 @@ def kda_decode_mtp(
 
 def _bind(**arguments: Any) -> BoundCall:
     known = {**Options._field_defaults, **arguments}
-    unknown = set(arguments) - _PARAMETERS
-    if unknown:
-        raise TypeError(f"kda_decode_mtp() got an unexpected keyword argument {sorted(unknown)[0]!r}")
     call, plan, _ = prepare(*_split(known))
     return BoundCall(call, plan.bytes_moved)
 
-
-_PARAMETERS: Final = frozenset(kda_decode_mtp.__kwdefaults__ or ()) | set(Operands._fields)
 
 register_binder(kda_decode_mtp, _bind)

@@ -18,6 +18,7 @@ from typing import Any, BinaryIO, Final, NamedTuple
 
 import numpy as np
 
+from kda_cupy.arrays import HOST
 from kda_cupy.errors import KdaError, error
 from kda_cupy.pool import tensor_file
 from kda_cupy.pool.contents import SlotContents, as_bits
@@ -26,6 +27,9 @@ from kda_cupy.pool.tensor_file import Entry, MalformedError, read_exactly
 
 FORMAT: Final = "kda_cupy.StatePool"
 VERSION: Final = "1"
+HEADER_BYTES: Final = 1 << 20
+SLOT_BYTES: Final = 24
+"""A header that fits a pool has at most so many bytes, and so many for each slot: a number, a comma and a space."""
 
 
 def save(
@@ -70,7 +74,7 @@ def load(
         # Opened so that a pipe cannot make it wait; unbuffered, so that bytes go straight to where they belong.
         descriptor = os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0))
         with os.fdopen(descriptor, "rb", buffering=0) as file:
-            header = tensor_file.read_header(file)
+            header = tensor_file.read_header(file, HEADER_BYTES + SLOT_BYTES * geometry.capacity)
             slots = _check_metadata(header.metadata, geometry)
             if rows not in (None, len(slots)):
                 raise MalformedError(f"{len(slots)} saved slots for {rows} slots of the pool")
@@ -84,21 +88,31 @@ def load(
 
 
 def put(saved: SavedSlots, contents: SlotContents, slots: Sequence[int]) -> None:
-    """Write what was loaded to slots."""
+    """Write what was loaded to slots. What memory that takes is taken before anything is written."""
     with contents.queue():
+        stage = _stage(saved, contents, slots)
         for name, array in saved.arrays.items():
             bits = as_bits(array)
             for piece, where in contents.pieces(name, slots):
-                _write(piece, bits[where])
+                piece[...] = stage(bits[where])
 
 
-def _write(piece: Any, host: Any) -> None:
-    if isinstance(piece, np.ndarray):
-        piece[...] = host
-        return
+def _stage(saved: SavedSlots, contents: SlotContents, slots: Sequence[int]) -> Callable[[Any], Any]:
+    """What brings a piece from host memory to where the pool is."""
+    if contents.device == HOST:
+        return lambda host: host
     import cupy
 
-    piece[...] = cupy.asarray(host)
+    pieces = (piece for name in saved.arrays for piece, _ in contents.pieces(name, slots))
+    ours = cupy.cuda.get_current_stream()
+    room = cupy.empty(max((piece.size * piece.itemsize for piece in pieces), default=0), np.uint8)
+
+    def move(host: Any) -> Any:
+        staged = room[: host.size * host.itemsize].view(host.dtype).reshape(host.shape)
+        staged.set(np.ascontiguousarray(host), stream=ours)  # behind the copy out of it of the piece before
+        return staged
+
+    return move
 
 
 @contextmanager

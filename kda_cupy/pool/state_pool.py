@@ -260,6 +260,18 @@ class StatePool:
             self._ledger.give_back(slots)
             raise
 
+    @contextmanager
+    def _overwriting(self, slots: list[int]) -> Iterator[None]:
+        """If the block fails (out of memory, a GPU in an error state), the exception says what is lost."""
+        try:
+            yield
+        except BaseException as cause:
+            cause.add_note(
+                f"StatePool: slots {', '.join(map(str, slots))} were being overwritten, and what is in them is neither "
+                f"old nor new; they are still in use, and all other slots are as they were."
+            )
+            raise
+
     def release(self, slots: int | Iterable[int]) -> None:
         """Give slots back. All or nothing: raises SlotError and frees none if one is free, reserved or out of range."""
         self._ledger.give_back(slot_numbers(slots))
@@ -307,7 +319,8 @@ class StatePool:
         names = list(snapshot.slots) if slots is None else slot_numbers(slots)
         self._check_snapshot(snapshot, len(names))
         self._ledger.check_in_use(names, written=True)
-        self._contents.put(snapshot.arrays, names)
+        with self._overwriting(names):
+            self._contents.put(snapshot.arrays, names)
         bridge.after_launch(self._contents.device, snapshot)  # its memory may have come from another stream
 
     def _check_snapshot(self, snapshot: Snapshot, n: int) -> None:
@@ -350,7 +363,8 @@ class StatePool:
             names = slot_numbers(slots)
             self._ledger.check_in_use(names, written=True)
             saved = files.load(path, self._geometry, len(names), accept=lambda saved: None)
-            files.put(saved, self._contents, names)
+            with self._overwriting(names):
+                files.put(saved, self._contents, names)
             return np.array(names, np.int32)
         saved = files.load(path, self._geometry, None, accept=self._ledger.check_free)
         self._ledger.take_these(saved.slots)
@@ -395,7 +409,8 @@ class StatePool:
                 got = f"{n} states for {len(names)} slots"
                 raise error("KDA-STATE-LAYOUT", operand="array", got=got, layout=f"[n={len(names)}, HV, ..]")
             self._ledger.check_in_use(names, written=True)
-            self._write_states(state, source, names)
+            with self._overwriting(names):
+                self._write_states(state, source, names)
         bridge.after_launch(self._contents.device, (array, native))
         return np.array(names, np.int32)
 

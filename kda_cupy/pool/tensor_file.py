@@ -81,15 +81,18 @@ def encode_header(tensors: Iterable[Tensor], metadata: Mapping[str, str]) -> byt
     return len(text).to_bytes(_LENGTH_BYTES, "little") + text
 
 
-def read_header(file: BinaryIO) -> Header:
-    """Read and check the header of a file that stands at its beginning. Raises MalformedError."""
+def read_header(file: BinaryIO, most_bytes: int = MAX_HEADER_BYTES) -> Header:
+    """Read and check the header of a file that stands at its beginning. Raises MalformedError.
+
+    most_bytes: of the header. Parsed JSON takes up to some twenty times the memory of its text.
+    """
     status = os.fstat(file.fileno())
     if not stat.S_ISREG(status.st_mode):
         raise MalformedError("no regular file")
     if status.st_size < _LENGTH_BYTES:
         raise MalformedError(f"{status.st_size} bytes, too few for a header")
     length = int.from_bytes(file.read(_LENGTH_BYTES), "little")
-    room = min(status.st_size - _LENGTH_BYTES, MAX_HEADER_BYTES)
+    room = min(status.st_size - _LENGTH_BYTES, most_bytes)
     if not 2 <= length <= room:
         raise MalformedError(f"a header of {length} bytes where {room} are possible")
     header = _parse(file.read(length))

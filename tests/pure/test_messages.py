@@ -470,42 +470,42 @@ PACKED = [
         "KDA-PACKED-QKV-WIDTH",
         "mixed_qkv",
         "`qk_dim = qkv_dim - HV*V` must be positive and even (got qk_dim=0 from qkv_dim=48, HV=4, V=12). "
-        "Pass rows of q, k and v together, 2*H*K + HV*V wide.",
+        "Pass rows of q, k and v together as `mixed_qkv`, 2*H*K + HV*V wide.",
         mixed_qkv=lambda c: numbers(B, HV * V),
     ),
     kda(
         "KDA-PACKED-QKV-WIDTH",
         "mixed_qkv",
         "`qk_dim = qkv_dim - HV*V` must be positive and even (got qk_dim=-8 from qkv_dim=40, HV=4, V=12). "
-        "Pass rows of q, k and v together, 2*H*K + HV*V wide.",
+        "Pass rows of q, k and v together as `mixed_qkv`, 2*H*K + HV*V wide.",
         mixed_qkv=lambda c: numbers(B, 40),
     ),
     kda(
         "KDA-PACKED-QKV-WIDTH",
         "mixed_qkv",
         "`qk_dim = qkv_dim - HV*V` must be positive and even (got qk_dim=33 from qkv_dim=81, HV=4, V=12). "
-        "Pass rows of q, k and v together, 2*H*K + HV*V wide.",
+        "Pass rows of q, k and v together as `mixed_qkv`, 2*H*K + HV*V wide.",
         mixed_qkv=lambda c: numbers(B, WIDTH + 1),
     ),
     kda(
         "KDA-PACKED-Q-WIDTH",
         "mixed_qkv",
-        "`qk_dim/2` must be a multiple of K=8 (got qk_dim/2=17 from qkv_dim=82, HV=4, V=12). Pass q and k "
-        "of whole heads, as wide as the last axis of the state.",
+        "`qk_dim/2` must be a multiple of K=8 (got qk_dim/2=17 from qkv_dim=82, HV=4, V=12). Pass "
+        "q and k of whole heads in `mixed_qkv`, as wide as the last axis of the state.",
         mixed_qkv=lambda c: numbers(B, WIDTH + 2),
     ),
     kda(
         "KDA-PACKED-HEADS",
         "mixed_qkv",
         "H >= 1 and HV % H == 0 must hold (got H=3 and HV=4, from qkv_dim=96, V=12, K=8). Pass a "
-        "projection whose number of query heads divides the value heads of the state.",
+        "`mixed_qkv` whose number of query heads divides the value heads of the state.",
         mixed_qkv=lambda c: numbers(B, 2 * 3 * K + HV * V),
     ),
     kda(
         "KDA-PACKED-HEADS",
         "mixed_qkv",
         "H >= 1 and HV % H == 0 must hold (got H=8 and HV=4, from qkv_dim=176, V=12, K=8). Pass a "
-        "projection whose number of query heads divides the value heads of the state.",
+        "`mixed_qkv` whose number of query heads divides the value heads of the state.",
         mixed_qkv=lambda c: numbers(B, 2 * 8 * K + HV * V),
     ),
     kda(
@@ -1169,7 +1169,8 @@ POOLS = [
         "KDA-POOL-GEOMETRY",
         "num_key_heads",
         "StatePool",
-        "A pool needs `num_key_heads` >= 1 that divides `num_value_heads`. Got 3 key heads for 4 value heads. "
+        "A pool needs `num_key_heads` >= 1 that divides `num_value_heads`. Got 3 key heads for 4 "
+        "value heads. "
         'Pass sizes as whole numbers, and a GPU by its number (0, not "cuda:0").',
         lambda pool: StatePool(4, 4, K, V, num_key_heads=3, device="cpu"),
     ),
@@ -1178,7 +1179,8 @@ POOLS = [
         "activation_dtype",
         "StatePool",
         'A pool needs `activation_dtype` to be "bfloat16", "float16", "float32" or None. Got '
-        "activation_dtype='int8'. Pass sizes as whole numbers, and a GPU by its number (0, not \"cuda:0\").",
+        "activation_dtype='int8'. Pass sizes as whole numbers, and a GPU by its number (0, not "
+        '"cuda:0").',
         lambda pool: StatePool(4, HV, K, V, activation_dtype="int8", device="cpu"),
     ),
     pool(
@@ -1186,7 +1188,8 @@ POOLS = [
         "verify_rows",
         "StatePool",
         "A pool needs `verify_rows` and `verify_tokens` >= 1 with an `activation_dtype`, or both 0. Got "
-        "verify_rows=2, verify_tokens=4, activation_dtype=None. Pass sizes as whole numbers, and a GPU by its "
+        "verify_rows=2, verify_tokens=4, activation_dtype=None. Pass sizes as whole numbers, and a "
+        "GPU by its "
         'number (0, not "cuda:0").',
         lambda pool: StatePool(4, HV, K, V, verify_rows=2, verify_tokens=4, device="cpu"),
     ),
@@ -1194,7 +1197,8 @@ POOLS = [
         "KDA-POOL-GEOMETRY",
         "budget_bytes",
         "StatePool.for_budget",
-        "A pool needs `budget_bytes` for slot 0, one more slot and the scratch of verify. Got 1,000 bytes where "
+        "A pool needs `budget_bytes` for slot 0, one more slot and the scratch of verify. Got "
+        "1,000 bytes where "
         'a slot takes 1,536. Pass sizes as whole numbers, and a GPU by its number (0, not "cuda:0").',
         lambda pool: StatePool.for_budget(1000, HV, K, V, device="cpu"),
     ),
@@ -1202,7 +1206,8 @@ POOLS = [
         "KDA-POOL-GEOMETRY",
         "layer",
         "StatePool.export_state",
-        "A pool needs `layer` from 0 to 0. Got layer=1. Pass sizes as whole numbers, and a GPU by its number "
+        "A pool needs `layer` from 0 to 0. Got layer=1. Pass sizes as whole numbers, and a GPU by "
+        "its number "
         '(0, not "cuda:0").',
         lambda pool: pool.export_state(1, layout="VK", layer=1),
     ),
@@ -1210,7 +1215,8 @@ POOLS = [
         "KDA-POOL-NOT-IN-USE",
         "slots",
         "StatePool.snapshot",
-        "`slots[1]` must be a slot that is in use. Got slot 3. Pass slots that allocate(), fork(), load() or "
+        "`slots[1]` must be a slot that is in use. Got slot 3. Pass slots that allocate(), fork(), "
+        "load() or "
         "import_state() returned and release() has not seen.",
         lambda pool: pool.snapshot([1, 3]),
     ),
@@ -1218,7 +1224,8 @@ POOLS = [
         "KDA-POOL-NOT-IN-USE",
         "slots",
         "StatePool.fork",
-        "`slots[0]` must be a slot that is in use. Got slot 0. Pass slots that allocate(), fork(), load() or "
+        "`slots[0]` must be a slot that is in use. Got slot 0. Pass slots that allocate(), fork(), "
+        "load() or "
         "import_state() returned and release() has not seen.",
         lambda pool: pool.fork(0),
     ),
@@ -1233,7 +1240,8 @@ POOLS = [
         "KDA-VALUE-SLOT-DUPLICATE",
         "slots",
         "StatePool.restore",
-        "`slots` must name a live slot once only. Got slot 1 twice. Give each sequence a slot of its own; only "
+        "`slots` must name a live slot once only. Got slot 1 twice. Give each sequence a slot of "
+        "its own; only "
         "padding (-1) may repeat.",
         lambda pool: pool.restore(pool.snapshot([1, 2]), [1, 1]),
     ),
@@ -1241,7 +1249,8 @@ POOLS = [
         "KDA-POOL-NOT-FREE",
         "slots",
         "StatePool.load",
-        "A saved slot comes back under its own number only while that number is free. Got slot 1 in use. Pass "
+        "A saved slot comes back under its own number only while that number is free. Got slot 1 "
+        "in use. Pass "
         "`slots` to load into slots that you hold, or load into a new pool.",
         lambda pool: in_a_file(pool, pool.load),
     ),
@@ -1249,7 +1258,8 @@ POOLS = [
         "KDA-POOL-SNAPSHOT",
         "snapshot",
         "StatePool.restore",
-        "A snapshot must fit where it is restored: 1 slots. Got a snapshot of 2. Restore it to as many slots of "
+        "A snapshot must fit where it is restored: 1 slots. Got a snapshot of 2. Restore it to as "
+        "many slots of "
         "a pool with the same layers, sizes, dtypes and device.",
         lambda pool: pool.restore(pool.snapshot([1, 2]), 1),
     ),
@@ -1258,7 +1268,8 @@ POOLS = [
         "snapshot",
         "StatePool.restore",
         "A snapshot must fit where it is restored: state [1, 1, 4, 12, 8] float32 on cpu. Got state "
-        "[2, 1, 4, 12, 8] float32 on cpu. Restore it to as many slots of a pool with the same layers, sizes, "
+        "[2, 1, 4, 12, 8] float32 on cpu. Restore it to as many slots of a pool with the same "
+        "layers, sizes, "
         "dtypes and device.",
         lambda pool: pool.restore(snapshot_of_two_layers(), 1),
     ),
@@ -1266,7 +1277,8 @@ POOLS = [
         "KDA-POOL-FILE",
         "path",
         "StatePool.load",
-        "`states` is no file that this pool can load. Got 2 saved slots for 1 slots of the pool. Load a file "
+        "`states` is no file that this pool can load. Got 2 saved slots for 1 slots of the pool. "
+        "Load a file "
         "that pool.save() wrote for a pool with the same layers, sizes, dtypes and number of slots.",
         lambda pool: in_a_file(pool, lambda path: pool.load(path, [1])),
     ),
@@ -1282,7 +1294,8 @@ POOLS = [
         "KDA-STATE-LAYOUT",
         "array",
         "StatePool.import_state",
-        "expected recurrent state layout [n, HV=4, K=8, V=12] for `array`. Got [2, 4, 12, 8]. Pass the pool as "
+        "expected recurrent state layout [n, HV=4, K=8, V=12] for `array`. Got [2, 4, 12, 8]. Pass "
+        "the pool as "
         "[pool, HV, V, K]: one head per value head, rows V (values), columns K (keys).",
         lambda pool: pool.import_state(numbers(2, HV, V, K), layout="KV"),
     ),
@@ -1385,8 +1398,10 @@ COMPILER = [
         "KDA-COMPILER-OLD-GPU",
         "kda_packed_decode",
         on_one_gpu,
-        "The kernel packed_decode[kda,softplus,K8,V12,float32] needs a GPU of compute capability 8.0 or newer. Got "
-        "compute capability 7.5, NVRTC 13.0, driver for CUDA 13.0. Run it on a newer GPU, or on NumPy arrays.",
+        "The kernel packed_decode[kda,softplus,K8,V12,float32] needs a GPU of compute capability "
+        "8.0 or newer. Got "
+        "compute capability 7.5, NVRTC 13.0, driver for CUDA 13.0. Run it on a newer GPU, or on "
+        "NumPy arrays.",
         fail=failing(
             CompileException(
                 "ptxas input, line 9; error   : Feature '.tf32' requires .target sm_80 or higher\n"
@@ -1398,8 +1413,10 @@ COMPILER = [
         "KDA-COMPILER-DRIVER",
         "StatePool",
         lambda c: StatePool(4, HV, K, V),
-        "The NVIDIA driver is older than the CUDA version that CuPy or NVRTC is made for. Got a driver for CUDA 12.4 "
-        "and CuPy 14.2.0 for CUDA 13.2. Update the driver (580 or newer for CUDA 13), or install CuPy for it: "
+        "The NVIDIA driver is older than the CUDA version that CuPy or NVRTC is made for. Got a "
+        "driver for CUDA 12.4 "
+        "and CuPy 14.2.0 for CUDA 13.2. Update the driver (580 or newer for CUDA 13), or install "
+        "CuPy for it: "
         "pip install 'kda-cupy[cu12]'.",
         driver=12040,
     ),
@@ -1408,7 +1425,8 @@ COMPILER = [
         "kda_packed_decode",
         on_one_gpu,
         "The NVIDIA driver is older than the CUDA version that CuPy or NVRTC is made for. Got "
-        "`CUDA_ERROR_INVALID_IMAGE: device kernel image is invalid` on compute capability 9.0, NVRTC 13.0, driver for "
+        "`CUDA_ERROR_INVALID_IMAGE: device kernel image is invalid` on compute capability 9.0, "
+        "NVRTC 13.0, driver for "
         "CUDA 12.8. Update the driver (580 or newer for CUDA 13), or install CuPy for it: pip install "
         "'kda-cupy[cu12]'.",
         fail=failing(CUDADriverError("CUDA_ERROR_INVALID_IMAGE: device kernel image is invalid")),
@@ -1418,9 +1436,11 @@ COMPILER = [
         "KDA-COMPILER-TWO-CUPY",
         "kda_packed_decode",
         on_one_gpu,
-        "More than one CuPy wheel is installed, and they overwrite each other's files. Got cupy-cuda12x 14.2.0 and "
+        "More than one CuPy wheel is installed, and they overwrite each other's files. Got "
+        "cupy-cuda12x 14.2.0 and "
         'cupy-cuda13x 14.2.0, and `Failure finding "libnvrtc.so"`. Remove them all, pip uninstall -y cupy-cuda12x '
-        "cupy-cuda13x, and install one: pip install 'kda-cupy[cu13]' (a driver for CUDA 12: 'kda-cupy[cu12]').",
+        "cupy-cuda13x, and install one: pip install 'kda-cupy[cu13]' (a driver for CUDA 12: "
+        "'kda-cupy[cu12]').",
         fail=failing(DynamicLibNotFoundError('Failure finding "libnvrtc.so"')),
         wheels=("cupy-cuda12x", "cupy-cuda13x"),
     ),
@@ -1428,9 +1448,11 @@ COMPILER = [
         "KDA-COMPILER-TWO-CUPY",
         "StatePool",
         lambda c: StatePool(4, HV, K, V),
-        "More than one CuPy wheel is installed, and they overwrite each other's files. Got cupy-cuda12x 14.2.0 and "
+        "More than one CuPy wheel is installed, and they overwrite each other's files. Got "
+        "cupy-cuda12x 14.2.0 and "
         "cupy-cuda13x 14.2.0, and no GPU that it finds. Remove them all, pip uninstall -y cupy-cuda12x "
-        "cupy-cuda13x, and install one: pip install 'kda-cupy[cu13]' (a driver for CUDA 12: 'kda-cupy[cu12]').",
+        "cupy-cuda13x, and install one: pip install 'kda-cupy[cu13]' (a driver for CUDA 12: "
+        "'kda-cupy[cu12]').",
         gpus=0,
         wheels=("cupy-cuda12x", "cupy-cuda13x"),
     ),
@@ -1438,8 +1460,10 @@ COMPILER = [
         "KDA-COMPILER-TMPDIR",
         "kda_packed_decode",
         on_one_gpu,
-        "CuPy cannot use the folder for temporary files, where it puts the source of a kernel. Got [Errno 2] No "
-        "usable temporary directory found in ['/tmp', '/var/tmp']. Set TMPDIR to a folder that can be written to and "
+        "CuPy cannot use the folder for temporary files, where it puts the source of a kernel. Got "
+        "[Errno 2] No "
+        "usable temporary directory found in ['/tmp', '/var/tmp']. Set TMPDIR to a folder that can "
+        "be written to and "
         "whose name is plain ASCII.",
         fail=failing(FileNotFoundError(2, "No usable temporary directory found in ['/tmp', '/var/tmp']")),
     ),
@@ -1447,8 +1471,10 @@ COMPILER = [
         "KDA-COMPILER-TMPDIR",
         "kda_packed_decode",
         on_one_gpu,
-        "CuPy cannot use the folder for temporary files, where it puts the source of a kernel. Got 'utf-8' codec "
-        "can't encode character '\\udcff' in position 8: surrogates not allowed. Set TMPDIR to a folder that can be "
+        "CuPy cannot use the folder for temporary files, where it puts the source of a kernel. Got "
+        "'utf-8' codec "
+        "can't encode character '\\udcff' in position 8: surrogates not allowed. Set TMPDIR to a "
+        "folder that can be "
         "written to and whose name is plain ASCII.",
         fail=failing(UnicodeEncodeError("utf-8", "/tmp/bad\udcff", 8, 9, "surrogates not allowed")),
     ),
@@ -1557,7 +1583,8 @@ def test_check_errors_tells_what_a_kernel_met(slots: list[int], more: str) -> No
     with pytest.raises(SlotError) as caught:
         check_errors(-1)
     assert str(caught.value) == (
-        f"`ssm_state_indices[{row}]` must be a slot below P=6, or negative for padding. Got slot {slots[row]} in "
+        f"`ssm_state_indices[{row}]` must be a slot below P=6, or negative for padding. Got slot "
+        f"{slots[row]} in "
         f"kda_packed_decode on the NumPy backend{more}. Pass slots that the pool handed out."
     )
     assert (caught.value.code, caught.value.operand) == ("KDA-VALUE-SLOT-RANGE", "ssm_state_indices")
@@ -1572,7 +1599,8 @@ def test_check_errors_names_the_gpu() -> None:
             check_errors()
         check_errors()
     assert str(caught.value) == (
-        "`ssm_state_indices[5]` must be a slot below P=33, or negative for padding. Got slot 40 in gdn_packed_decode "
+        "`ssm_state_indices[5]` must be a slot below P=33, or negative for padding. Got slot 40 in "
+        "gdn_packed_decode "
         "on cuda:1, and 2 more such rows. Pass slots that the pool handed out."
     )
 
@@ -1642,7 +1670,8 @@ def test_cupy_that_cannot_make_its_cache_folder(tmp_path: Path, monkeypatch: pyt
     with pytest.raises(KdaError) as caught:
         StatePool(4, HV, K, V)
     assert str(caught.value) == (
-        "CuPy cannot use its cache folder for compiled kernels. Got [Errno 13] Permission denied: '/.cupy'. "
+        "CuPy cannot use its cache folder for compiled kernels. Got [Errno 13] Permission denied: "
+        "'/.cupy'. "
         "Set CUPY_CACHE_DIR to a folder that can be written to, before CuPy is imported."
     )
 
@@ -1761,7 +1790,8 @@ def test_the_earliest_rule_that_is_violated_is_told(step: int) -> None:
 
 
 def test_the_order_is_that_of_the_specification() -> None:
-    """operations.md section 1; what it leaves open (dtypes, strides, options, overlaps) stands in between."""
+    """operations.md section 1; what it leaves open (dtypes, strides, options, overlaps) stands in "
+    "between."""
     specified = [
         *(
             "KDA-PACKED-QKV-RANK",

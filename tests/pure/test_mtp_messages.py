@@ -231,7 +231,8 @@ CASES = [
         "KDA-VERIFY-TOKENS",
         "cu_seqlens",
         "DSpARK KDA MTP requires a fixed 1 + num_spec dense tokens per request; got T=6, N=4. "
-        "Pass N times as many tokens as a request has, or max_tokens_per_request for lengths that "
+        "Pass N times as many tokens as a request has, `cu_seqlens` being N + 1 long, or "
+        "max_tokens_per_request for lengths that "
         "differ.",
         cu_seqlens=lambda c: np.arange(5),
     ),
@@ -239,7 +240,8 @@ CASES = [
         "KDA-VERIFY-TOKENS",
         "cu_seqlens",
         "DSpARK KDA MTP requires a fixed 1 + num_spec dense tokens per request; got T=6, N=0. "
-        "Pass N times as many tokens as a request has, or max_tokens_per_request for lengths that "
+        "Pass N times as many tokens as a request has, `cu_seqlens` being N + 1 long, or "
+        "max_tokens_per_request for lengths that "
         "differ.",
         cu_seqlens=lambda c: np.zeros(1, np.int32),
     ),
@@ -247,7 +249,8 @@ CASES = [
         "KDA-VERIFY-TOKENS",
         "cu_seqlens",
         "DSpARK KDA MTP requires a fixed 1 + num_spec dense tokens per request; got T=6, N=0. "
-        "Pass N times as many tokens as a request has, or max_tokens_per_request for lengths that "
+        "Pass N times as many tokens as a request has, `cu_seqlens` being N + 1 long, or "
+        "max_tokens_per_request for lengths that "
         "differ.",
         cu_seqlens=lambda c: np.zeros(1, np.int32),
         max_tokens_per_request=lambda c: 8,
@@ -460,7 +463,8 @@ CASES = [
     verify(
         "KDA-VERIFY-RING-LAYOUT",
         "replayssm_rawv",
-        "expected ReplaySSM ring layouts [slots, H=2, L>=3, 128] / [slots, H, L]. Got 3 ring rows "
+        "expected ReplaySSM ring layouts [slots, H=2, L>=3, 128] / [slots, H, L]. Got "
+        "`replayssm_rawv` with 3 ring rows "
         "for a pool of P=4 slots, and no `ring_indices`. Allocate [slots, HV, L, 128] for rawv "
         "and g, [slots, H, L, 128] for rawk and [slots, HV, L] for beta.",
         **{name: (lambda c, name=name: getattr(c, name)[:3]) for name in RINGS},
@@ -483,16 +487,16 @@ CASES = [
         "KDA-VERIFY-SNAPSHOT-LAYOUT",
         "intermediate_ssm",
         "expected intermediate SSM layout [scratch, >=3, H, V=128, K=128], float32 and "
-        "16-byte-aligned. Got shape [4, 2, 2, 128, 128]. Allocate one state per scratch row and "
-        "token, dense in the last three axes.",
+        "16-byte-aligned. Got shape [4, 2, 2, 128, 128]. Allocate `intermediate_ssm` with one "
+        "state per scratch row and token, dense in the last three axes.",
         intermediate_ssm=lambda c: numbers(R, 2, HV, D, D),
     ),
     snapshots(
         "KDA-VERIFY-SNAPSHOT-LAYOUT",
         "intermediate_ssm",
         "expected intermediate SSM layout [scratch, >=3, H, V=128, K=128], float32 and "
-        "16-byte-aligned. Got dtype float16. Allocate one state per scratch row and token, dense "
-        "in the last three axes.",
+        "16-byte-aligned. Got dtype float16. Allocate `intermediate_ssm` with one state per "
+        "scratch row and token, dense in the last three axes.",
         intermediate_ssm=lambda c: numbers(R, t, HV, D, D, dtype=np.float16),
     ),
     snapshots(
@@ -500,15 +504,16 @@ CASES = [
         "intermediate_ssm",
         "expected intermediate SSM layout [scratch, >=3, H, V=128, K=128], float32 and "
         "16-byte-aligned. Got element strides [196608, 65536, 32768, 256, 2] for shape [4, 3, 2, "
-        "128, 128]. Allocate one state per scratch row and token, dense in the last three axes.",
+        "128, 128]. Allocate `intermediate_ssm` with one state per scratch row and token, dense in "
+        "the last three axes.",
         intermediate_ssm=lambda c: numbers(R, t, HV, D, 2 * D)[..., ::2],
     ),
     snapshots(
         "KDA-VERIFY-SNAPSHOT-LAYOUT",
         "intermediate_ssm",
         "expected intermediate SSM layout [scratch, >=3, H, V=128, K=128], float32 and "
-        "16-byte-aligned. Got an address 8 bytes past a 16-byte boundary. Allocate one state per "
-        "scratch row and token, dense in the last three axes.",
+        "16-byte-aligned. Got an address 8 bytes past a 16-byte boundary. Allocate "
+        "`intermediate_ssm` with one state per scratch row and token, dense in the last three axes.",
         intermediate_ssm=lambda c: aligned(R, t, HV, D, D, offset=8),
     ),
     verify(
@@ -579,30 +584,30 @@ CASES = [
         "KDA-VERIFY-ONORM-GATE-SHAPE",
         "onorm_gate",
         "expected output-norm gate shape (1, T=6, HV=2, 128). Got [6, 2, 128]. Pass the raw gate "
-        "of every token and value head.",
+        "of every token and value head as `onorm_gate`.",
         onorm_gate=lambda c: c.onorm_gate[0],
     ),
     verify(
         "KDA-VERIFY-ONORM-WEIGHT-SHAPE",
         "onorm_weight",
         "expected output-norm weight shape (128,). Got [2, 128]. Pass the weight of the norm over "
-        "a head, the same for all heads.",
+        "a head as `onorm_weight`, the same for all heads.",
         onorm_weight=lambda c: numbers(HV, D),
     ),
     verify(
         "KDA-VERIFY-ONORM-DTYPE",
         "onorm_gate",
         "expected output-norm gate=fp32 and weight=fp32 (or bfloat16). Got gate=bfloat16 and "
-        "weight=float32. Pass the gate in the dtype of the activations and the weight in float32 "
-        "or bfloat16.",
+        "weight=float32. Pass `onorm_gate` in the dtype of the activations and `onorm_weight` in "
+        "float32 or bfloat16.",
         onorm_gate=lambda c: c.onorm_gate.astype(BFLOAT16),
     ),
     verify(
         "KDA-VERIFY-ONORM-DTYPE",
         "onorm_weight",
         "expected output-norm gate=fp32 and weight=fp32 (or bfloat16). Got gate=float32 and "
-        "weight=float16. Pass the gate in the dtype of the activations and the weight in float32 "
-        "or bfloat16.",
+        "weight=float16. Pass `onorm_gate` in the dtype of the activations and `onorm_weight` in "
+        "float32 or bfloat16.",
         onorm_weight=lambda c: c.onorm_weight.astype(np.float16),
     ),
     verify(
@@ -853,7 +858,8 @@ CASES = [
         "KDA-COMMIT-LAYERS",
         "recurrent_state",
         "Either all arrays of a commit or none must have a layer axis in front: [layers>=1, ..]. "
-        "Got 0 layers. Stack states, scratch and histories of the same layers, or commit one "
+        "Got `recurrent_state` with 0 layers. Stack states, scratch and histories of the same "
+        "layers, or commit one "
         "layer at a time.",
         recurrent_state=lambda c: c.recurrent_state[None][:0],
     ),
@@ -1043,7 +1049,8 @@ QUOTED = [
     "Unexpected A_log shape: (8,); expected numel=2.",
     "Unexpected dt_bias shape: (2,); expected numel=256.",
     "expected recurrent state layout [pool, H, V=128, K=128]",
-    "cp.async recurrent state requires fp32 contiguous [H, V, K] inner layout and 16-byte-aligned slot offsets",
+    "cp.async recurrent state requires fp32 contiguous [H, V, K] inner layout and 16-byte-aligned "
+    "slot offsets",
     "ReplaySSM requires all four replayssm_* rings",
     "expected ReplaySSM ring layouts [slots, H=2, L>=3, 128] / [slots, H, L]",
     "expected ReplaySSM ring dtypes rawv/rawk=fp32, g/beta=fp32",
@@ -1110,7 +1117,8 @@ STEPS: list[tuple[str, Callable[[Operands], dict[str, Any]]]] = [
     ("KDA-VALUE-SLOT-DUPLICATE", lambda c: {"ssm_state_indices": np.array([1, 1]), "validate": "full"}),
     ("KDA-VALUE-ROW-RANGE", lambda c: {"intermediate_state_indices": np.array([0, 9]), "validate": "full"}),
 ]
-"""Every check of a verify in its order, and operands that violate it. :func:`violating` adds those of later steps."""
+"""Every check of a verify in its order, and operands that violate it. :func:`violating` adds "
+"those of later steps."""
 
 
 def violating(first: int, c: Operands) -> dict[str, Any]:
@@ -1161,7 +1169,8 @@ def test_check_errors_tells_what_a_launch_met() -> None:
         kda_cupy.check_errors(-1)
     assert str(caught.value) == (
         "`intermediate_state_indices[0]` must be a row from 0 up to, but not including, 4. Got row -1 in "
-        "kda_decode_mtp on the NumPy backend, and 1 more such row. Give every live request a row that the scratch "
+        "kda_decode_mtp on the NumPy backend, and 1 more such row. Give every live request a row "
+        "that the scratch "
         "arrays or the rings have."
     )
     kda_cupy.check_errors(-1)

@@ -164,10 +164,10 @@ def test_a_failure_while_writing_to_the_pool_takes_no_slots(path, monkeypatch):
     pool.save(path)
     other = StatePool(5, HV, K, V, layers=2, num_key_heads=H, activation_dtype="bfloat16", device="cpu")
 
-    def fail(piece, host):
+    def fail(host):
         raise MemoryError
 
-    monkeypatch.setattr(files, "_write", fail)
+    monkeypatch.setattr(files, "_stage", lambda *_: fail)
     with pytest.raises(MemoryError):
         other.load(path)
     assert other.free_slots == 5

@@ -191,16 +191,16 @@ CASES = [
         "KDA-VERIFY-ONORM-GATE-SHAPE",
         "onorm_gate",
         lambda o: {"onorm_gate": ones(1, B, HV * D)},
-        "expected output-norm gate shape (1, B=3, HV=2, 128). Got [1, 3, 256]. Pass the raw gate of"
-        " every token and value head.",
+        "expected output-norm gate shape (1, B=3, HV=2, 128). Got [1, 3, 256]. Pass the raw gate "
+        "of every token and value head as `onorm_gate`.",
     ),
     Case(
         "kda",
         "KDA-VERIFY-ONORM-WEIGHT-SHAPE",
         "onorm_weight",
         lambda o: {"onorm_weight": ones(HV, D)},
-        "expected output-norm weight shape (128,). Got [2, 128]. Pass the weight of the norm over a"
-        " head, the same for all heads.",
+        "expected output-norm weight shape (128,). Got [2, 128]. Pass the weight of the norm over "
+        "a head as `onorm_weight`, the same for all heads.",
     ),
     Case(
         "kda",
@@ -208,8 +208,8 @@ CASES = [
         "onorm_weight",
         lambda o: {"onorm_weight": ones(D, dtype=np.float16)},
         "expected output-norm gate=fp32 and weight=fp32 (or bfloat16). Got gate=float32 and "
-        "weight=float16. Pass the gate in the dtype of the activations and the weight in float32 or"
-        " bfloat16.",
+        "weight=float16. Pass `onorm_gate` in the dtype of the activations and `onorm_weight` in "
+        "float32 or bfloat16.",
     ),
     Case(
         "kda",
@@ -387,7 +387,7 @@ CASES = [
         "mixed_qkv",
         lambda o: {"mixed_qkv": ones(B, 2 * D)},
         "`qk_dim = qkv_dim - HV*V` must be positive and even (got qk_dim=0 from qkv_dim=256, HV=2, "
-        "V=128). Pass rows of q, k and v together, 2*H*K + HV*V wide.",
+        "V=128). Pass rows of q, k and v together as `mixed_qkv`, 2*H*K + HV*V wide.",
     ),
     Case(
         "gdn",
@@ -410,8 +410,8 @@ CASES = [
         "KDA-VERIFY-ONORM-GATE-SHAPE",
         "onorm_gate",
         lambda o: {"onorm_gate": ones(B, HV * D)},
-        "expected output-norm gate shape (B=3, HV=2, 128). Got [3, 256]. Pass the raw gate of every"
-        " token and value head.",
+        "expected output-norm gate shape (B=3, HV=2, 128). Got [3, 256]. Pass the raw gate of "
+        "every token and value head as `onorm_gate`.",
     ),
     Case(
         "gdn",
