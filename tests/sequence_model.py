@@ -24,7 +24,8 @@ import kda_cupy
 from kda_cupy.reference import truth
 from kda_cupy.reference.truth import relative_error
 
-OUTPUT_ERROR = {"float32": 1e-5, "float16": 3e-4, "bfloat16": 3e-3}
+OUTPUT_ERROR = {"float32": 1e-5, "float16": 5e-4, "bfloat16": 3e-3}
+"""Of one row, which one large element may rule: float16 itself errs by up to 4.9e-4 of it, bfloat16 by 2e-3."""
 STATE_ERROR = 1e-5
 """After all rounds of a game: at most some 60 tokens."""
 SUM_ERROR = 2e-7
