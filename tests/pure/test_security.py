@@ -49,13 +49,17 @@ def peak_bytes(call):
 
 
 def test_the_package_uses_nothing_that_runs_data():
-    """No pickle, no eval, no shell: np.load says so itself, and one subprocess has a fixed command without a shell."""
+    """No pickle, no eval, no shell: np.load says so itself, and one subprocess has a fixed command without a shell.
+
+    One place runs a file: `bench decode --peer FILE.py`, which is a program that its caller names.
+    """
     banned = {"pickle", "marshal", "shelve", "dill", "cloudpickle", "yaml", "runpy"}
     for path in PACKAGE.rglob("*.py"):
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
             if isinstance(node, ast.Import | ast.ImportFrom):
                 names = {each.name for each in node.names} | {getattr(node, "module", None)}
-                assert not banned & names, path
+                peers = {"runpy"} if path.relative_to(PACKAGE).as_posix() == "bench/peers.py" else set()
+                assert not (banned - peers) & names, path
             if not isinstance(node, ast.Call):
                 continue
             called, keywords = ast.unparse(node.func), {each.arg: each.value for each in node.keywords}
