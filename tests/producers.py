@@ -58,6 +58,9 @@ alive = {}
 """What the capsules that exist point to, by address."""
 
 
+_HeldDeleter = ctypes.PYFUNCTYPE(None, ctypes.c_void_p)
+
+
 @Deleter
 def _delete(address):
     _, deleted = alive.pop(address)  # a second deletion would be a KeyError
@@ -70,7 +73,9 @@ def _destroy(capsule):
     for name in (b"dltensor", b"dltensor_versioned"):
         if _is_valid(capsule, name):
             address = _pointer(capsule, name)
-            NAMES[name].from_address(address).deleter(address)
+            deleter = NAMES[name].from_address(address).deleter
+            if deleter:  # called with the GIL held: the collector may be at work, and must not be interrupted
+                ctypes.cast(deleter, _HeldDeleter)(address)
 
 
 class Producer:
