@@ -9,6 +9,7 @@ There is one record per GPU, and one for the NumPy backend, which follows the sa
 from __future__ import annotations
 
 import threading
+from functools import cached_property
 from typing import Any, Final
 
 import numpy as np
@@ -64,6 +65,17 @@ def record_on(device: int) -> Any:
             if record is None:
                 record = _records[device] = _allocate(device)
     return record
+
+
+class Noting:
+    """Of plans whose kernels note what they do not follow."""
+
+    device: int
+
+    @cached_property
+    def errors(self) -> int:
+        """Address of the device's error record."""
+        return int(record_on(self.device).data.ptr)
 
 
 def _allocate(device: int) -> Any:

@@ -64,7 +64,7 @@ class Options(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Plan:
+class Plan(guard.Noting):
     """What the metadata of the operands and the options decide; the same for every call that looks alike."""
 
     B: int
@@ -102,11 +102,6 @@ class Plan:
     def kernel(self) -> Kernel:
         """Compiled at the first use."""
         return get_kernel(self.config, self.device)
-
-    @cached_property
-    def errors(self) -> int:
-        """Address of the device's error record."""
-        return int(guard.record_on(self.device).data.ptr)
 
     @cached_property
     def packed(self) -> bytes:

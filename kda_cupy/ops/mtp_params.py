@@ -10,11 +10,9 @@ All strides are in elements. An optional operand that is absent has address 0; i
 from __future__ import annotations
 
 import struct
-from typing import Any, Final, NamedTuple
+from typing import Final, NamedTuple
 
 from kda_cupy import guard
-from kda_cupy.arrays import ArrayInfo
-from kda_cupy.dtypes import INT64
 
 THREADS: Final = 256
 """Threads a block, both kernels."""
@@ -280,28 +278,6 @@ class CommitLayout(NamedTuple):
 _COMMIT_POINTERS = struct.Struct("<19Qq")
 _COMMIT_LAYOUT = struct.Struct("<51q12i")
 COMMIT_PARAMS_BYTES: Final = _COMMIT_POINTERS.size + _COMMIT_LAYOUT.size
-
-
-class Strides:
-    """What the layouts say of operands: strides in elements, 0 for one that is absent."""
-
-    def __init__(self, infos: Any) -> None:
-        """infos: ArrayInfo (or None) by the operand's name, as attributes."""
-        self._infos = infos
-
-    def __call__(self, name: str, axis: int) -> int:
-        """Stride of an operand along an axis."""
-        info: ArrayInfo | None = getattr(self._infos, name)
-        return 0 if info is None else int(info.stride(axis))
-
-    def of_each(self, names: tuple[str, ...], axis: int, field: str) -> dict[str, int]:
-        """Those of q, k and v by their fields' names: ``field`` is ``"cs_{}_slot_stride"`` or its like."""
-        return {field.format(letter): self(name, axis) for letter, name in zip("qkv", names, strict=True)}
-
-    def is_64bit(self, name: str) -> int:
-        """1 if the index vector is there and holds int64."""
-        info: ArrayInfo | None = getattr(self._infos, name)
-        return int(info is not None and info.dtype == INT64)
 
 
 def pack_verify_pointers(pointers: VerifyPointers) -> bytes:

@@ -49,6 +49,7 @@ from kda_cupy.ops.mtp_checks import (
     sliding,
     to_host,
 )
+from kda_cupy.ops.strides import Strides
 from kda_cupy.ops.token_checks import (
     BIASES,
     HISTORIES,
@@ -90,7 +91,7 @@ class Options(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Plan:
+class Plan(guard.Noting):
     """What the metadata of the operands and the options decide; the same for every call that looks alike."""
 
     N: int
@@ -116,11 +117,6 @@ class Plan:
     def kernel(self) -> Kernel:
         """Compiled at the first use."""
         return get_kernel(verify_config(self), self.device)
-
-    @cached_property
-    def errors(self) -> int:
-        """Address of the device's error record."""
-        return int(guard.record_on(self.device).data.ptr)
 
     @cached_property
     def packed(self) -> bytes:
@@ -308,7 +304,7 @@ def _layout(plan: Plan) -> mtp_params.VerifyLayout:
     """The part of the parameter struct that a plan decides."""
     infos = plan.infos
 
-    stride = mtp_params.Strides(infos)
+    stride = Strides(infos._asdict())
     rings = infos.replayssm_rawv
     return mtp_params.VerifyLayout(
         **stride.of_each(("x_q", "x_k", "x_v"), 1, "x_{}_stride"),

@@ -18,11 +18,11 @@ from kda_cupy import bridge, guard
 from kda_cupy.arrays import HOST, ArrayInfo, describe
 from kda_cupy.checks import check_apart, check_flag, check_lower_bound, check_modes, check_scale, check_slots
 from kda_cupy.config import StepConfig
-from kda_cupy.dtypes import INT64
 from kda_cupy.launch import Call, HostCall, Launch, split_rows
 from kda_cupy.modules import Kernel, get_kernel
 from kda_cupy.ops import step_params
 from kda_cupy.ops.mtp_checks import DIM, TAPS
+from kda_cupy.ops.strides import Strides
 from kda_cupy.reference import batched_step
 
 _HISTORIES: Final = ("cs_q", "cs_k", "cs_v")
@@ -54,7 +54,7 @@ class Part(NamedTuple):
 
 
 @dataclass(frozen=True)
-class StepPlan:
+class StepPlan(guard.Noting):
     """What the metadata of the operands and the options decide; the same for every call that looks alike."""
 
     operation: str
@@ -85,11 +85,6 @@ class StepPlan:
     def kernel(self) -> Kernel:
         """Compiled at the first use."""
         return get_kernel(self.config, self.device)
-
-    @cached_property
-    def errors(self) -> int:
-        """Address of the device's error record."""
-        return int(guard.record_on(self.device).data.ptr)
 
     @cached_property
     def packed(self) -> bytes:
@@ -182,19 +177,13 @@ def _loads_by_four(part: Part) -> bool:
 
 
 def _layout(plan: StepPlan) -> step_params.StepLayout:
-    def stride(name: str, axis: int = 0) -> int:
-        return plan.parts[name].info.stride(axis) if name in plan.parts else 0
-
-    def of_each(names: tuple[str, ...], axis: int, layout_field: str) -> dict[str, int]:
-        letters = zip("qkv", names, strict=True)
-        return {layout_field.format(letter): stride(name, axis) for letter, name in letters}
-
+    stride = Strides({name: part.info for name, part in plan.parts.items()})
     return step_params.StepLayout(
-        **of_each(_PROJECTIONS, 0, "x_{}_stride"),
-        **of_each(_TAPS, 0, "w_{}_stride"),
-        **of_each(_HISTORIES, 0, "cs_{}_slot_stride"),
-        **of_each(_HISTORIES, 1, "cs_{}_channel_stride"),
-        **of_each(_HISTORIES, 2, "cs_{}_tap_stride"),
+        **stride.of_each(_PROJECTIONS, 0, "x_{}_stride"),
+        **stride.of_each(_TAPS, 0, "w_{}_stride"),
+        **stride.of_each(_HISTORIES, 0, "cs_{}_slot_stride"),
+        **stride.of_each(_HISTORIES, 1, "cs_{}_channel_stride"),
+        **stride.of_each(_HISTORIES, 2, "cs_{}_tap_stride"),
         g_stride=stride("g"),
         beta_stride=stride("beta"),
         beta_head_stride=stride("beta", 1),
@@ -204,7 +193,7 @@ def _layout(plan: StepPlan) -> step_params.StepLayout:
         slot_index_stride=stride("ssm_state_indices"),
         slots=plan.slots,
         null_index=plan.null_index,
-        slot_index_is_64bit=plan.parts["ssm_state_indices"].info.dtype == INT64,
+        slot_index_is_64bit=stride.is_64bit("ssm_state_indices"),
         normalize_qk=plan.normalize_qk,
         operation=guard.OPERATIONS.index(plan.operation),
         scale=plan.scale,

@@ -7,6 +7,7 @@ import io
 import json
 import re
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 from click.testing import CliRunner
@@ -39,26 +40,26 @@ def test_commands_exist() -> None:
         assert result.exit_code == 0, words
 
 
-def test_the_tables_are_those_of_the_newest_records() -> None:
+@pytest.fixture(scope="module")
+def module() -> ModuleType:
+    """scripts/write_readme_table.py"""
     spec = importlib.util.spec_from_file_location(
         "write_readme_table", ROOT / "scripts" / "write_readme_table.py"
     )
     assert spec and spec.loader
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
+    return module
+
+
+def test_the_tables_are_those_of_the_newest_records(module: ModuleType) -> None:
     if not list((ROOT / "benchmarks" / "results").glob("*.json")):
         pytest.fail("there is no record of a GPU run")
     assert all(module.START.format(marker) in README for marker in module.TABLES)
     assert module.with_tables(README) == README
 
 
-def test_a_table_of_verify_commit_and_round() -> None:
-    spec = importlib.util.spec_from_file_location(
-        "write_readme_table", ROOT / "scripts" / "write_readme_table.py"
-    )
-    assert spec and spec.loader
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
+def test_a_table_of_verify_commit_and_round(module: ModuleType) -> None:
     shape = {"op": "kda", "H": 12, "HV": 12, "K": 128, "t": 8, "mode": "rings", "yardstick_us": 2.0}
     rows = [
         shape
